@@ -1,0 +1,1 @@
+"""Hugging Face and Megatron weight layouts, and the mapping between them."""

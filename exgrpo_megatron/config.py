@@ -1,0 +1,378 @@
+"""The whole recipe schema: every key, default, unit, meaning and check.
+
+Names follow NeMo-RL where they mean the same; `experience:` and `variant:` are ours. `None` as the default of a
+switch means "as the variant says" (`VARIANTS`); the values in force are printed at start and saved with the run.
+Loading and overriding recipes is `recipe.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+VariantName = Literal["corrected", "paper", "code"]
+
+BucketWeight = Literal["counts", "accuracy", "linear", "sqrt", "linear_clip", "uniform"]
+AnswerChoice = Literal["lowest_mean_entropy", "lowest_total_entropy", "lowest_perplexity", "random"]
+Normalizer = Literal["global_width", "per_answer_length", "rank_width"]
+EntropyBonus = Literal["global_mean", "per_micro_batch", "none"]
+
+VARIANTS: dict[str, dict[VariantName, Any]] = {
+    "experience.bucket_weight": {"paper": "accuracy", "code": "counts", "corrected": "counts"},
+    "loss_fn.clip_in_mixed_phase": {"paper": True, "code": False, "corrected": False},
+    "loss_fn.normalizer": {"paper": "per_answer_length", "code": "rank_width", "corrected": "global_width"},
+    "loss_fn.entropy_bonus": {"paper": "global_mean", "code": "per_micro_batch", "corrected": "global_mean"},
+    "experience.answer_choice": {
+        "paper": "lowest_mean_entropy",
+        "code": "lowest_total_entropy",
+        "corrected": "lowest_mean_entropy",
+    },
+    "experience.stored_answer": {"paper": "tokens", "code": "text", "corrected": "tokens"},
+    "experience.collect_from": {"paper": "start", "code": "mixed_phase", "corrected": "start"},
+    "experience.retire_from": {"paper": "replay", "code": "replay_and_fresh", "corrected": "replay_and_fresh"},
+    "experience.unused_fresh": {"paper": "keep", "code": "discard", "corrected": "keep"},
+    "data.epoch_order": {"paper": "reshuffle", "code": "same", "corrected": "reshuffle"},
+    "experience.allow_duplicates": {"paper": False, "code": True, "corrected": False},
+}
+"""Every switch on which the paper and its released code differ, by dotted key (see docs/algorithm.md)."""
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def key(default: Any, meaning: str, unit: str = "") -> Any:
+    """A recipe key with its default, meaning and unit (shown by `exgrpo options`)."""
+    return Field(default, description=meaning, json_schema_extra={"unit": unit})
+
+
+class GRPOConfig(Section):
+    """How many questions and answers a step has, and how rewards become advantages."""
+
+    num_prompts_per_step: PositiveInt = key(32, "questions in one step, replayed ones included (B)", "questions")
+    num_generations_per_prompt: Annotated[int, Field(ge=2)] = key(8, "members of a group (K)", "answers")
+    max_num_steps: PositiveInt = key(100, "training steps of the whole run", "steps")
+    seed: Count = key(42, "seed of every random draw of the run")
+    val_period: Count = key(10, "steps between evaluations on the validation set; 0: never", "steps")
+    val_at_start: bool = key(True, "evaluate before the first step")
+    normalize_rewards: bool = key(False, "divide advantages by the group's (unbiased) standard deviation")
+    use_leave_one_out_baseline: bool = key(False, "baseline of a member is the mean of the others in its group")
+
+
+class LossConfig(Section):
+    """The per-token objective."""
+
+    ratio_clip_min: Annotated[float, Field(gt=0, lt=1)] = key(0.2, "PPO clip below: ratios under 1 - this")
+    ratio_clip_max: PositiveFloat = key(0.2, "PPO clip above: ratios over 1 + this")
+    clip_in_mixed_phase: bool | None = key(None, "clip new tokens also while replay is on; null: as the variant says")
+    normalizer: Normalizer | None = key(
+        None,
+        "global_width: / (max_new_tokens x sequences of the optimiser step); per_answer_length: mean over answers of "
+        "their token mean; rank_width: / (max_new_tokens x data-parallel ranks), the released code's; "
+        "null: as the variant says",
+    )
+    entropy_coeff: NonNegativeFloat = key(0.001, "weight of the entropy bonus (nats)")
+    entropy_bonus: EntropyBonus | None = key(
+        None,
+        "global_mean: mean over response tokens of the optimiser step; per_micro_batch: a mean added once per "
+        "micro-batch, the released code's; none; null: as the variant says",
+    )
+    old_logprobs: Literal["recomputed", "engine"] = key(
+        "recomputed", "denominators of the ratio of new answers: recomputed by the policy, or the engine's own"
+    )
+    max_abs_log_ratio: PositiveFloat = key(20.0, "log-ratios are clamped to +- this before exp; hits are counted")
+
+
+class ExperienceConfig(Section):
+    """What is kept, when replay starts, and what is replayed."""
+
+    enabled: bool = key(True, "false: on-policy GRPO, nothing stored or replayed")
+    replay_ratio: Share = key(0.5, "share of a step's questions drawn from experience (rho)")
+    start_pass_rate: Share | None = key(
+        0.35, "replay starts after a step whose pass rate is above this (strict); null: from the first step"
+    )
+    bucket_weight: BucketWeight | None = key(
+        None,
+        "weight of a bucket with k of K correct. counts: normal(k; K/2, bucket_sigma); accuracy: "
+        "normal(k/K; 0.5, bucket_sigma); linear: k/K; sqrt: sqrt(k/K); linear_clip: min(k/K, 0.5); uniform: every "
+        "stored question alike; null: as the variant says",
+    )
+    bucket_sigma: PositiveFloat = key(1.0, "width of the normal bucket weights, in counts or accuracy")
+    answer_choice: AnswerChoice | None = key(
+        None, "which stored answer of a drawn question is replayed, under the current policy; null: as the variant says"
+    )
+    stored_answer: Literal["tokens", "text"] | None = key(
+        None, "text: re-tokenised from text as in the released code, log-probs padded; null: as the variant says"
+    )
+    collect_from: Literal["start", "mixed_phase"] | None = key(
+        None, "when correct answers begin to be stored; null: as the variant says"
+    )
+    retire_from: Literal["replay", "replay_and_fresh"] | None = key(
+        None, "where a question with all K correct no longer appears; null: as the variant says"
+    )
+    unused_fresh: Literal["keep", "discard"] | None = key(
+        None, "fresh questions displaced by replayed ones: keep in line, or throw away; null: as the variant says"
+    )
+    allow_duplicates: bool | None = key(
+        None, "a question may stand in a batch both as fresh and as replayed; null: as the variant says"
+    )
+    shaping: Literal["ratio", "none"] = key("ratio", "ratio: f(w) = w / (w + shaping_beta) on replayed tokens; none: w")
+    shaping_beta: PositiveFloat = key(0.1, "beta of f(w)")
+    prefill_path: str | None = key(None, "experience file of another run to begin with", "path")
+
+
+class DataSourceConfig(Section):
+    """One set of questions: a file, or a generator."""
+
+    path: str | None = key(None, "JSONL or Parquet file with one question a row", "path")
+    generator: Literal["chain_arithmetic"] | None = key(None, "embedded task instead of a file")
+    generator_size: PositiveInt = key(512, "questions to generate", "questions")
+    generator_seed: Count = key(0, "seed of the generated questions")
+    generator_difficulties: tuple[Annotated[int, Field(ge=2, le=8)], ...] = key(
+        (2, 3, 4, 5, 6), "numbers of terms in a generated chain"
+    )
+    question_key: str = key("question", "column with the question")
+    answer_key: str = key("answer", "column with the gold answer")
+    answer_marker: str | None = key(None, "take the gold answer after the last occurrence of this (GSM8K: '####')")
+    id_key: str | None = key(None, "column with a unique id; null: a hash of the question text")
+    category_key: str | None = key(None, "column with a category to report pass rates by")
+    solution_key: str | None = key(None, "column with a worked solution (supervised fine-tuning)")
+    max_questions: PositiveInt | None = key(None, "use only the first questions of the set", "questions")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSourceConfig:
+        if (self.path is None) == (self.generator is None):
+            raise ValueError(f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})")
+        return self
+
+
+class DataConfig(Section):
+    """Questions, and how they become prompts."""
+
+    train: DataSourceConfig = key(..., "training questions")
+    validation: DataSourceConfig | None = key(None, "held-out questions")
+    system_prompt: str | None = key(None, "system message put before every question")
+    prompt_template: str = key("{question}", "user message; {question} is replaced")
+    max_input_seq_length: PositiveInt = key(512, "longer prompts are dropped, counted and reported", "tokens")
+    epoch_order: Literal["reshuffle", "same"] | None = key(
+        None, "order of the questions in later epochs; null: as the variant says"
+    )
+
+    @model_validator(mode="after")
+    def _template_has_question(self) -> DataConfig:
+        if "{question}" not in self.prompt_template:
+            raise ValueError(f"prompt_template must contain {{question}}, found {self.prompt_template!r}")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW, through Megatron's optimizer."""
+
+    optimizer: Literal["adam"] = key("adam", "AdamW")
+    lr: PositiveFloat = key(1e-6, "peak learning rate")
+    min_lr: NonNegativeFloat = key(0.0, "learning rate at the end of a decay")
+    weight_decay: NonNegativeFloat = key(0.01, "decoupled weight decay")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "decay of the first moment")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = key(0.999, "decay of the second moment")
+    adam_eps: PositiveFloat = key(1e-8, "added to the root of the second moment")
+
+
+class SchedulerConfig(Section):
+    """Learning rate over optimiser steps."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "shape after the warm-up")
+    lr_warmup_iters: Count = key(0, "optimiser steps of linear warm-up from 0", "optimiser steps")
+    lr_decay_iters: PositiveInt | None = key(None, "optimiser steps until min_lr; null: the whole run", "optimiser steps")
+
+
+class MegatronConfig(Section):
+    """Parallel layout and optimiser of the Megatron-Core actor."""
+
+    tensor_model_parallel_size: Literal[1] = key(1, "tensor parallel ranks; more than 1 is not supported yet", "ranks")
+    pipeline_model_parallel_size: Literal[1] = key(1, "pipeline stages; more than 1 is not supported yet", "ranks")
+    context_parallel_size: Literal[1] = key(1, "context parallel ranks; more than 1 is not supported yet", "ranks")
+    optimizer: OptimizerConfig = key(OptimizerConfig(), "optimiser")
+    scheduler: SchedulerConfig = key(SchedulerConfig(), "learning-rate schedule")
+
+
+class GenerationConfig(Section):
+    """Rollouts."""
+
+    backend: Literal["embedded"] = key("embedded", "embedded: batched KV-cache sampling in torch")
+    max_new_tokens: PositiveInt = key(96, "longest response; longer ones are truncated and counted", "tokens")
+    temperature: PositiveFloat = key(1.0, "sampling temperature of training rollouts")
+    stop_token_ids: tuple[Count, ...] | None = key(
+        None, "tokens that end a response; null: those of the model's generation config and the tokenizer"
+    )
+    max_batch_size: PositiveInt = key(256, "responses sampled at once on one rank", "responses")
+
+
+class TokenizerConfig(Section):
+    """Tokenizer and chat template."""
+
+    name: str | None = key(None, "folder of the tokenizer; null: policy.model_name", "path")
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    model_name: str = key(..., "Hugging Face model folder, or embedded:chain-qwen2 (a 0.4M model made on the spot)", "path")
+    tokenizer: TokenizerConfig = key(TokenizerConfig(), "tokenizer")
+    train_global_batch_size: PositiveInt = key(256, "sequences of one optimiser step", "sequences")
+    train_micro_batch_size: PositiveInt = key(64, "sequences of one forward-backward on one rank", "sequences")
+    logprob_batch_size: PositiveInt = key(128, "sequences of one forward-only pass on one rank", "sequences")
+    max_total_sequence_length: PositiveInt = key(608, "longest prompt + response", "tokens")
+    precision: Literal["float32", "bfloat16"] = key("float32", "numbers of the weights in forward and backward")
+    max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")
+    skip_grad_norm_above: PositiveFloat = key(500.0, "an optimiser step above this norm, or not finite, is skipped and counted")
+    megatron_cfg: MegatronConfig = key(MegatronConfig(), "Megatron-Core")
+    generation: GenerationConfig = key(GenerationConfig(), "rollouts")
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning: `exgrpo sft`, and the warm start of `exgrpo train`."""
+
+    warm_start: bool = key(False, "run it before the first training step (kept and reused by later runs)")
+    warm_start_dir: str = key("runs/warm_starts", "where warm starts are kept", "path")
+    data: DataSourceConfig | None = key(None, "questions with solutions; null: data.train")
+    generator_worked_share: Share = key(0.3, "share of generated solutions that show their working; others guess")
+    max_num_steps: PositiveInt = key(700, "optimiser steps", "optimiser steps")
+    train_global_batch_size: PositiveInt = key(64, "sequences of one optimiser step", "sequences")
+    seed: Count = key(1000, "seed of the order and of generated solutions")
+    optimizer: OptimizerConfig = key(OptimizerConfig(lr=1e-5), "optimiser")
+    scheduler: SchedulerConfig = key(SchedulerConfig(lr_decay_style="linear", lr_warmup_iters=50), "learning-rate schedule")
+
+
+class MathEnvConfig(Section):
+    """Math-Verify rewards."""
+
+    num_workers: PositiveInt = key(2, "worker processes on one rank", "processes")
+    math_verify_impl: Literal["hf_math_verify"] = key("hf_math_verify", "the verifier")
+    timeout_s: PositiveFloat = key(5.0, "time for one answer; then its worker is killed and the reward is 0", "s")
+    require_box: bool = key(True, "an answer without a closed \\boxed{} gets 0")
+    require_literal: bool = key(False, "a boxed answer that is not a plain number or fraction gets 0 (no unevaluated work)")
+    max_boxed_chars: PositiveInt = key(256, "a longer boxed answer gets 0", "characters")
+    cache_size: Count = key(100_000, "verdicts remembered", "verdicts")
+    all_zero_alarm_steps: PositiveInt = key(5, "warn when every reward was 0 for this many steps", "steps")
+    format_alarm_share: Share = key(0.9, "warn when the format rules reject more than this share of a step's answers")
+
+
+class EnvConfig(Section):
+    """Where rewards come from."""
+
+    math: MathEnvConfig = key(MathEnvConfig(), "Math-Verify")
+
+
+class EvalConfig(Section):
+    """Evaluation on the validation set, during training and by `exgrpo eval`."""
+
+    num_tests_per_prompt: PositiveInt = key(1, "samples a question at eval.temperature", "answers")
+    temperature: PositiveFloat = key(1.0, "temperature of the sampled pass rate")
+    greedy: bool = key(True, "also measure greedy decoding")
+    seed: Count = key(123, "seed of the samples")
+
+
+class CheckpointConfig(Section):
+    """What is saved, and what is kept."""
+
+    enabled: bool = key(True, "save checkpoints, and resume from the newest one")
+    checkpoint_dir: str | None = key(None, "null: <logger.log_dir>/checkpoints", "path")
+    save_period: PositiveInt = key(20, "steps between checkpoints; the last step is always saved", "steps")
+    keep_last_n: PositiveInt = key(2, "newest checkpoints kept", "checkpoints")
+    metric_name: str = key("validation/pass_rate_greedy", "the checkpoint best in this is kept too")
+    higher_is_better: bool = key(True, "direction of metric_name")
+    export_hf: bool = key(True, "write <logger.log_dir>/hf at the end, checked against the trainer")
+
+
+class LoggerConfig(Section):
+    """What is written while training."""
+
+    log_dir: str = key("runs/default", "folder of the run", "path")
+    tensorboard_enabled: bool = key(True, "write TensorBoard events beside metrics.jsonl")
+
+
+class ClusterConfig(Section):
+    """Processes the recipe is meant for; null: however many are launched."""
+
+    num_nodes: PositiveInt | None = key(None, "machines", "machines")
+    gpus_per_node: PositiveInt | None = key(None, "processes on one machine (one a GPU)", "processes")
+
+
+class Config(Section):
+    """A whole recipe, resolved: no switch is left at `None`."""
+
+    variant: VariantName = key("corrected", "sets every switch on which the paper and its released code differ")
+    grpo: GRPOConfig = key(GRPOConfig(), "steps and groups")
+    loss_fn: LossConfig = key(LossConfig(), "objective")
+    experience: ExperienceConfig = key(ExperienceConfig(), "experience replay")
+    data: DataConfig = key(..., "questions")
+    policy: PolicyConfig = key(..., "the model")
+    sft: SFTConfig = key(SFTConfig(), "supervised fine-tuning")
+    env: EnvConfig = key(EnvConfig(), "rewards")
+    eval: EvalConfig = key(EvalConfig(), "evaluation")
+    checkpointing: CheckpointConfig = key(CheckpointConfig(), "checkpoints")
+    logger: LoggerConfig = key(LoggerConfig(), "metrics")
+    cluster: ClusterConfig = key(ClusterConfig(), "processes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_variant(cls, raw: Any) -> Any:
+        return fill_variant(raw) if isinstance(raw, dict) else raw
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Config:
+        prompt, response = self.data.max_input_seq_length, self.policy.generation.max_new_tokens
+        total = self.policy.max_total_sequence_length
+        if prompt + response > total:
+            raise ValueError(
+                f"data.max_input_seq_length + policy.generation.max_new_tokens = {prompt} + {response} is more than "
+                f"policy.max_total_sequence_length = {total}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_groups_a_minibatch(self) -> Config:
+        prompts, members = self.grpo.num_prompts_per_step, self.grpo.num_generations_per_prompt
+        batch = self.policy.train_global_batch_size
+        if batch % members:
+            raise ValueError(
+                f"policy.train_global_batch_size = {batch} is not a multiple of "
+                f"grpo.num_generations_per_prompt = {members} (groups are not split)"
+            )
+        if (prompts * members) % batch:
+            raise ValueError(
+                f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt = {prompts} * {members} is not a "
+                f"multiple of policy.train_global_batch_size = {batch}"
+            )
+        return self
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser steps a training step."""
+        sequences = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        return sequences // self.policy.train_global_batch_size
+
+    def variant_table(self) -> dict[str, Any]:
+        """The switches of `VARIANTS` as they are in force, by dotted key."""
+        return {name: getattr(getattr(self, name.split(".")[0]), name.split(".")[1]) for name in VARIANTS}
+
+
+def fill_variant(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with every switch that is absent or null set to the variant's value."""
+    variant = raw.get("variant", Config.model_fields["variant"].default)
+    filled = dict(raw)
+    for name, values in VARIANTS.items():
+        section, switch = name.split(".")
+        given = filled.get(section, {})
+        if variant in values and isinstance(given, dict) and given.get(switch) is None:
+            filled[section] = {**given, switch: values[variant]}
+    return filled

@@ -1,0 +1,1 @@
+"""Question files, chat template, question order, and the embedded tasks."""

@@ -1,0 +1,17 @@
+"""Errors a user can act on. The CLI prints their message without a traceback and exits with code 2."""
+
+
+class UserError(Exception):
+    """Something the user must change; the message says what was found, the rule, and what to do."""
+
+
+class ConfigError(UserError):
+    """A recipe or command-line value that breaks a rule; quotes the dotted key, the value and the rule."""
+
+
+class DataError(UserError):
+    """A question file that cannot be used; quotes the path and, where there is one, the line."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint, model folder or experience file that is missing, damaged, or of another run."""

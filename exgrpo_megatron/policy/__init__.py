@@ -1,0 +1,1 @@
+"""The Megatron-Core actor; the only package that imports megatron."""

@@ -1,0 +1,1 @@
+"""Verifiable rewards, computed in worker processes that can be killed."""

@@ -1,0 +1,135 @@
+"""The vocabulary of the training loop: question, trajectory, group, and what the policy trains on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+"""Token ids of one sequence, shape [tokens]."""
+Logprobs = NDArray[np.float32]
+"""Natural-log probabilities, one per response token, shape [tokens]."""
+
+StopReason = Literal["stop", "length"]
+"""`stop`: the stop token was sampled (it is the last token id). `length`: the answer was truncated."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One training or evaluation question, already rendered by the chat template."""
+
+    id: str
+    """Unique within its set and stable between runs."""
+    prompt_ids: TokenIds
+    answer: str
+    """The gold answer the verifier compares with."""
+    text: str = ""
+    """The question as the user wrote it."""
+    category: str | None = None
+    """Difficulty or topic by which pass rates are also reported."""
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """A correct answer kept for replay."""
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    """Recorded log-probs under the policy that wrote the answer: one finite value a token."""
+    policy_version: int
+    """Version of the weights that wrote it."""
+    step: int
+    """Training step at which it was stored."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One member of a group: a response to its question, new or replayed."""
+
+    token_ids: TokenIds
+    """Response tokens; the stop token, if one was sampled, is included."""
+    logprobs: Logprobs
+    """Log-probs under the policy that wrote the response (the denominators of the ratio)."""
+    reward: float
+    replayed: bool
+    stop_reason: StopReason
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """All K members answering one question in one step; a replayed member, if any, comes last."""
+
+    question: Question
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def num_correct(self) -> int:
+        """k, the replayed member included."""
+        return sum(member.reward > 0 for member in self.trajectories)
+
+    @property
+    def replayed(self) -> bool:
+        return any(member.replayed for member in self.trajectories)
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One sequence of an optimiser step, with every constant of its loss already divided by global counts."""
+
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    old_logprobs: Logprobs
+    """Denominators of the ratio, shape [response tokens]."""
+    advantage: float
+    replayed: bool
+    policy_weight: float
+    """Multiplies each response token's policy term: 1 / normaliser (global, hence layout-independent)."""
+    entropy_weight: float
+    """Multiplies each response token's entropy: coefficient / number of response tokens in the global batch."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class ScoredSequence:
+    """Per response token: log-prob of the token and entropy (nats) of the distribution it was drawn from."""
+
+    logprobs: Logprobs
+    entropies: Logprobs
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What an update reports per response token of this rank's sequences, each of shape [tokens]."""
+
+    log_ratio: Logprobs
+    """log pi_new - log pi_old before the update."""
+    entropy: Logprobs
+    advantage: Logprobs
+    replayed: NDArray[np.bool_]
+    clipped: NDArray[np.bool_]
+    """True where the PPO clip removed the token's gradient."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimiser step."""
+
+    loss: float
+    """Sum of the weighted per-token terms over the global batch."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    skipped: bool
+    """True where the norm was not finite or above the bound: weights and optimiser state are unchanged."""
+    learning_rate: float
+    terms: LossTerms = field(repr=False)

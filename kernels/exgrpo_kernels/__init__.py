@@ -1,0 +1,1 @@
+"""Log-prob, entropy and shaped loss: the reference definition and its implementations."""
