@@ -1,4 +1,4 @@
-"""The shape of a supported model, read from its Hugging Face config.json; everything else is refused by key and value."""
+"""The shape of a supported model, read from its config.json; everything else is refused by key and value."""
 
 from __future__ import annotations
 
