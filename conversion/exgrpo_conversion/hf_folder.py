@@ -1,0 +1,287 @@
+"""Hugging Face model folders: read config and safetensors weights with checks, write a whole folder or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from exgrpo_conversion._shards import INDEX_FILE, SINGLE_FILE, ShardWriter, sync
+from exgrpo_conversion.architecture import Architecture
+from exgrpo_conversion.errors import ModelFolderError
+from exgrpo_conversion.mapping import manifest
+
+__all__ = ["HFReader", "ModelFolderError", "read_config", "write_hf_folder"]
+
+CONFIG_FILE = "config.json"
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The dictionary in the folder's config.json.
+
+    Raises:
+        ModelFolderError: no such folder or file, or not a JSON object.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelFolderError(f"{folder} is not a folder: give the path of a Hugging Face model folder")
+    return _read_json(folder / CONFIG_FILE)
+
+
+class HFReader:
+    """Reads tensors one at a time from a folder's safetensors files; the files are memory-mapped until `close`.
+
+    All shard headers are read and checked at once, so a missing or cut-off shard shows before anything is loaded.
+    `model.safetensors` wins over an index beside it, as in transformers.
+
+    Raises:
+        ModelFolderError: a file is missing, damaged, outside the folder, or disagrees with the index.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        files, index = _shard_files(self.folder)
+        self._shards = {file: _open_shard(self.folder / file) for file in files}
+        self._file_of: dict[str, str] = {}
+        for file, shard in self._shards.items():
+            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                other = self._file_of.setdefault(name, file)
+                if other != file:
+                    raise ModelFolderError(f"{self.folder}: tensor {name} is both in {other} and in {file}")
+        for name, file in index.items():
+            if self._file_of.get(name) != file:
+                raise ModelFolderError(f"{self.folder / INDEX_FILE} places tensor {name} in {file}, which lacks it")
+
+    def names(self) -> list[str]:
+        """Every tensor name found, sorted."""
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading its data."""
+        return tuple(self._shard_of(name).get_slice(name).get_shape())
+
+    def get(self, name: str) -> Tensor:
+        """One whole tensor on the CPU, in the dtype of the file."""
+        return self._shard_of(name).get_tensor(name)
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare names and shapes with a manifest.
+
+        Two leftovers that transformers ignores too are accepted: rotary frequency buffers of old checkpoints, and
+        the output layer of a tied model when it is equal to the embedding.
+
+        Raises:
+            ModelFolderError: one message with all missing, unexpected and misshapen tensors.
+        """
+        missing = [name for name in expected if name not in self._file_of]
+        unexpected = [name for name in self.names() if name not in expected and not self._is_leftover(name, expected)]
+        misshapen = [
+            f"{name} {self.shape(name)} instead of {shape}"
+            for name, shape in expected.items()
+            if name in self._file_of and self.shape(name) != shape
+        ]
+        faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+        text = "; ".join(f"{len(found)} {kind}: {_shortened(found)}" for kind, found in faults.items() if found)
+        if text:
+            raise ModelFolderError(f"the tensors in {self.folder} do not fit its {CONFIG_FILE}: {text}")
+
+    def close(self) -> None:
+        """Unmap the files; tensors already returned stay valid."""
+        self._shards.clear()
+        self._file_of.clear()
+
+    def __enter__(self) -> HFReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _shard_of(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise ModelFolderError(f"{self.folder} has no tensor {name}")
+        return self._shards[self._file_of[name]]
+
+    def _is_leftover(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
+        if name.endswith(".rotary_emb.inv_freq"):
+            return True
+        embedding = "model.embed_tokens.weight"
+        return (
+            name == "lm_head.weight"
+            and embedding in expected
+            and embedding in self._file_of
+            and torch.equal(self.get(name), self.get(embedding))
+        )
+
+
+def write_hf_folder(
+    dst: str | Path,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    arch: Architecture,
+    source_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> list[str]:
+    """Stream weights into a complete Hugging Face folder at `dst`; on any failure `dst` is as it was before.
+
+    Tokenizer, chat template and generation settings are copied from `source_dir`, and its config.json with the dtype
+    of the new weights. An existing model folder at `dst` is replaced after everything is on disk. Peak memory is one
+    shard (`max_shard_bytes`) and one tensor.
+
+    Args:
+        weights: Hugging Face names and tensors, each name of the manifest once, in any order, on any device.
+        dtype: convert to this floating dtype; None keeps the tensors' own, which must then be one and the same.
+
+    Returns:
+        The file names written, sorted.
+
+    Raises:
+        ModelFolderError: a tensor is missing, unexpected, repeated, misshapen, NaN or infinite; `source_dir` is of
+            another architecture; or `dst` is something else than a model folder.
+        OSError: the disk is full, or another fault of the file system.
+    """
+    dst, source_dir = Path(dst).resolve(), Path(source_dir).resolve()
+    config = read_config(source_dir)
+    if Architecture.from_hf_config(config) != arch:
+        raise ModelFolderError(f"{source_dir / CONFIG_FILE} describes another architecture than the weights have")
+    _refuse_bad_destination(dst, source_dir)
+    with _temporary_sibling(dst) as folder:
+        writer = ShardWriter(folder, manifest(arch), dtype, max_shard_bytes)
+        for name, tensor in weights:
+            writer.add(name, tensor)
+        written_dtype = writer.finish()
+        _copy_side_files(source_dir, folder)
+        _write_json(folder / CONFIG_FILE, _with_dtype(config, written_dtype))
+        for path in folder.iterdir():
+            sync(path)
+        sync(folder)
+        files = sorted(path.name for path in folder.iterdir())
+        _swap_in(folder, dst)
+    return files
+
+
+# What goes with the weights; copied where the source has it.
+_SIDE_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def _shard_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The safetensors files of a folder and its index (tensor name -> file name; empty for a single file)."""
+    if (folder / SINGLE_FILE).exists():
+        return [SINGLE_FILE], {}
+    if not (folder / INDEX_FILE).exists():
+        raise ModelFolderError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors weights can be read"
+        )
+    index = _read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ModelFolderError(f"{folder / INDEX_FILE} has no weight_map")
+    for name, file in index.items():
+        if not isinstance(file, str) or file != Path(file).name or file == "..":
+            raise ModelFolderError(f"{folder / INDEX_FILE} places {name} in {file!r}: only files in the folder itself")
+    return sorted(set(index.values())), index
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ModelFolderError(f"{path} is missing: the model folder is incomplete") from None
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise ModelFolderError(
+            f"{path} is no complete safetensors file ({size} bytes; {error}): download or export it again"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFolderError(f"{path} is missing") from None
+    except ValueError as error:
+        raise ModelFolderError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelFolderError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _shortened(items: list[str], limit: int = 8) -> str:
+    more = f", and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
+
+
+def _refuse_bad_destination(dst: Path, source_dir: Path) -> None:
+    """The destination will be deleted if it exists: make sure that it is a model folder, and not the source."""
+    if source_dir.is_relative_to(dst):
+        raise ModelFolderError(f"writing to {dst} would delete the source model {source_dir}: choose another folder")
+    if dst.exists() and not dst.is_dir():
+        raise ModelFolderError(f"{dst} is a file: choose a folder to write the model to")
+    if dst.exists() and any(dst.iterdir()) and not (dst / CONFIG_FILE).exists():
+        raise ModelFolderError(f"{dst} is not empty and no model folder ({CONFIG_FILE} is missing): choose another")
+
+
+@contextmanager
+def _temporary_sibling(dst: Path) -> Iterator[Path]:
+    """An empty folder beside `dst`, on the same file system; removed at the end unless it was renamed."""
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    folder = _hidden_sibling(dst, "partial")
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hidden_sibling(dst: Path, kind: str) -> Path:
+    return dst.parent / f".{dst.name}.{uuid.uuid4().hex[:8]}.{kind}"
+
+
+def _copy_side_files(source_dir: Path, folder: Path) -> None:
+    for pattern in _SIDE_FILES:
+        for path in source_dir.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The config with its dtype set under the name it uses: `dtype`, or `torch_dtype` before transformers 4.56."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    return config | {key: str(dtype).removeprefix("torch.") for key in keys}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _swap_in(folder: Path, dst: Path) -> None:
+    """Rename the finished folder to `dst`; what stood there is moved aside first and deleted last."""
+    old = _hidden_sibling(dst, "replaced") if dst.exists() else None
+    if old is not None:
+        os.rename(dst, old)
+    try:
+        os.rename(folder, dst)
+    except OSError:
+        if old is not None:
+            os.rename(old, dst)
+        raise
+    sync(dst.parent)
+    if old is not None:
+        shutil.rmtree(old)

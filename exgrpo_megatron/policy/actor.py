@@ -1,0 +1,237 @@
+"""The trained policy: a Megatron-Core model that scores sequences, takes optimiser steps, and can be saved and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
+from exgrpo_megatron.policy import backend, checkpoint
+from exgrpo_megatron.policy.batch import MicroBatch, TokenConstants, in_input_order, micro_batches, pairs, token_constants
+from exgrpo_megatron.policy.model import hf_weights, load_model, sum_gradients
+from exgrpo_megatron.policy.optimizer import apply_gradients, build_optimizer, build_scheduler
+from exgrpo_megatron.types import LossTerms, ScoredSequence, TokenIds, TrainSequence, UpdateResult
+
+Outputs = dict[str, Tensor]
+"""What one micro-batch leaves behind, by name; no gradients."""
+OutputFunction = Callable[..., object]
+"""(micro-batch, logits [1, tokens, padded vocabulary]) to what Megatron's schedule expects of its loss function."""
+
+
+class MegatronActor:
+    """The policy on this rank. `initialize` must have made the process groups.
+
+    `version` counts the optimiser steps that were applied; it numbers the weights.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        policy: PolicyConfig,
+        optimizer: OptimizerConfig,
+        scheduler: SchedulerConfig,
+        *,
+        total_updates: int,
+        comm: Communicator,
+    ) -> None:
+        """Load the Hugging Face model in `model_dir`. `total_updates` is the length of the run in optimiser steps.
+
+        Raises:
+            CheckpointError: `model_dir` cannot be loaded.
+            ConfigError: the learning-rate schedule contradicts itself.
+        """
+        backend.install()
+        self.comm = comm
+        self.version = 0
+        self._policy = policy
+        self._gpt, self.architecture = load_model(model_dir, policy)
+        module = Float16Module(self._gpt.config, self._gpt) if policy.precision == "bfloat16" else self._gpt
+        self._model = DistributedDataParallel(
+            self._gpt.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+        )
+        self._optimizer = build_optimizer(self._model, policy, optimizer)
+        self._scheduler = build_scheduler(self._optimizer, optimizer, scheduler, total_updates)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._gpt.parameters()).device
+
+    def score(self, sequences: Sequence[tuple[TokenIds, TokenIds]], temperature: float) -> list[ScoredSequence]:
+        """Log-prob and entropy of every response token under softmax(logits / temperature), in the order given.
+
+        `sequences` are this rank's (prompt, response) pairs, possibly none: no data-parallel rank waits for another.
+        """
+        batches = micro_batches(sequences, self._policy.logprob_batch_size, self.device)
+        with torch.no_grad():
+            outputs = self._run(batches, partial(self._scored, temperature=temperature), forward_only=True)
+        logprobs = in_input_order(batches, [output["logprobs"] for output in outputs])
+        entropies = in_input_order(batches, [output["entropies"] for output in outputs])
+        return [ScoredSequence(*arrays) for arrays in zip(logprobs, entropies, strict=True)]
+
+    def update(
+        self,
+        sequences: Sequence[TrainSequence],
+        objective: Objective,
+        *,
+        temperature: float,
+        micro_batch_entropy_coeff: float = 0.0,
+    ) -> UpdateResult:
+        """Take one optimiser step on the sequences of all data-parallel ranks together; collective over them.
+
+        Minimises the sum over all response tokens of `policy_weight * term - entropy_weight * entropy`: nothing is
+        averaged, so the result depends neither on micro-batches nor on ranks. `sequences` is this rank's share and may
+        be empty. `micro_batch_entropy_coeff` adds that coefficient times the mean entropy of each micro-batch over the
+        number of data-parallel ranks, as the released code does; the result then does depend on both.
+        """
+        batches = micro_batches(list(pairs(sequences)), self._policy.train_micro_batch_size, self.device)
+        constants = {batch.members: token_constants(batch, sequences) for batch in batches}
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+        def loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Outputs]:
+            terms = constants[batch.members]
+            bonus = micro_batch_entropy_coeff / self.comm.size
+            return self._loss(batch, logits, terms, objective, temperature=temperature, mean_entropy_coeff=bonus)
+
+        outputs = self._run(batches, loss, forward_only=False)
+        if not batches:
+            sum_gradients([self._model])  # the other ranks wait for this one's (zero) gradient
+        step = apply_gradients(
+            self._optimizer,
+            self._scheduler,
+            max_norm=self._policy.max_grad_norm,
+            skip_above=self._policy.skip_grad_norm_above,
+        )
+        self.version += not step.skipped
+        return UpdateResult(
+            loss=self._global_sum(sum(float(output["loss"]) for output in outputs)),
+            grad_norm=step.grad_norm,
+            skipped=step.skipped,
+            learning_rate=step.learning_rate,
+            terms=_loss_terms(sequences, batches, outputs),
+        )
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names, as copies on `device`, one parameter at a time.
+
+        The output layer of a tied model is left out, and so are padded vocabulary rows.
+        """
+        return hf_weights(self._gpt, self.architecture)
+
+    def save(self, folder: Path) -> None:
+        """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.
+
+        Raises:
+            CheckpointError: the folder holds something, or cannot be written.
+        """
+        checkpoint.save(folder, self._checkpointed())
+
+    def load(self, folder: Path) -> None:
+        """Resume from what `save` wrote; collective over all ranks. Learning rate, decay and betas stay the recipe's.
+
+        Raises:
+            CheckpointError: the folder is no complete checkpoint, or one of another architecture or precision.
+        """
+        self.version = checkpoint.load(folder, self._checkpointed())
+
+    def _checkpointed(self) -> checkpoint.Checkpointed:
+        return checkpoint.Checkpointed(
+            architecture=self.architecture,
+            precision=self._policy.precision,
+            version=self.version,
+            model=self._gpt,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+        )
+
+    def _run(self, batches: Sequence[MicroBatch], function: OutputFunction, *, forward_only: bool) -> list[Outputs]:
+        """Megatron's forward(-backward) schedule over the micro-batches; one output each, in order."""
+        if not batches:
+            return []
+
+        def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, OutputFunction]:
+            batch = next(iterator)
+            logits = model(batch.tokens, None, None, loss_mask=batch.predicts_response)
+            return logits, partial(function, batch)
+
+        rows, positions = batches[0].tokens.shape
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[self._model],
+            num_microbatches=len(batches),
+            seq_length=positions,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _scored(self, batch: MicroBatch, logits: Tensor, *, temperature: float, non_loss_data: bool) -> Outputs:
+        del non_loss_data  # Megatron's schedule passes it to whoever collects something else than a loss
+        logprobs, entropies = self._logprob_entropy(batch, logits, temperature)
+        return {"logprobs": logprobs, "entropies": entropies}
+
+    def _loss(
+        self,
+        batch: MicroBatch,
+        logits: Tensor,
+        constants: TokenConstants,
+        objective: Objective,
+        *,
+        temperature: float,
+        mean_entropy_coeff: float,
+    ) -> tuple[Tensor, Tensor, Outputs]:
+        logprobs, entropies = self._logprob_entropy(batch, logits, temperature)
+        terms = token_terms(logprobs, constants.old_logprobs, constants.advantages, constants.replayed, objective)
+        loss = (constants.policy_weights * terms.policy_loss - constants.entropy_weights * entropies).sum()
+        num_tokens = torch.tensor(len(entropies), dtype=torch.int, device=entropies.device)
+        if mean_entropy_coeff:
+            loss = loss - mean_entropy_coeff * entropies.sum() / num_tokens.clamp(min=1)
+        outputs = {
+            "loss": loss.detach().clone(),
+            "log_ratio": terms.log_ratio,
+            "entropy": entropies.detach(),
+            "clipped": terms.clipped,
+        }
+        return loss, num_tokens, outputs
+
+    def _logprob_entropy(self, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return logprob_entropy(
+            logits.squeeze(0), batch.targets, temperature=temperature, valid_vocab=self.architecture.vocab_size
+        )
+
+    def _global_sum(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=mpu.get_data_parallel_group())
+        return float(total)
+
+
+def _loss_terms(
+    sequences: Sequence[TrainSequence], batches: Sequence[MicroBatch], outputs: Sequence[Outputs]
+) -> LossTerms:
+    """The per-token report of an update, in the order of `sequences`."""
+    lengths = [len(sequence.response_ids) for sequence in sequences]
+
+    def ordered(name: str, dtype: type[np.generic]) -> np.ndarray:
+        arrays = in_input_order(batches, [output[name] for output in outputs])
+        return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+    return LossTerms(
+        log_ratio=ordered("log_ratio", np.float32),
+        entropy=ordered("entropy", np.float32),
+        clipped=ordered("clipped", np.bool_),
+        advantage=np.repeat(np.array([sequence.advantage for sequence in sequences], np.float32), lengths),
+        replayed=np.repeat(np.array([sequence.replayed for sequence in sequences], np.bool_), lengths),
+    )

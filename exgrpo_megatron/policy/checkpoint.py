@@ -1,0 +1,199 @@
+"""Save and resume through Megatron's distributed checkpoints (format `torch_dist`)."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from exgrpo_conversion.architecture import Architecture
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from exgrpo_megatron.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Number of this layout of `Checkpointed`; a checkpoint of another one is refused."""
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """What a checkpoint holds beside the random generators of every rank."""
+
+    architecture: Architecture
+    precision: str
+    version: int
+    model: GPTModel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def save(folder: Path, state: Checkpointed) -> None:
+    """Write `state` into `folder`, which must be empty or absent; collective over all ranks.
+
+    Raises:
+        CheckpointError: the folder holds something, or cannot be written.
+    """
+    if dist.get_rank() == 0:
+        _make_empty(folder)
+    dist.barrier()
+    with _as_checkpoint_error(f"cannot write the checkpoint {folder}", "check free space and permissions"):
+        dist_checkpointing.save(
+            {"about": _about(state), **_sharded(state, is_loading=False)}, str(folder), _InThisProcess("torch_dist", 1)
+        )
+
+
+def load(folder: Path, state: Checkpointed) -> int:
+    """Restore everything in `state` from `folder` and return the saved version; collective over all ranks.
+
+    Options of the optimizer (learning rate, decay, betas) stay as they are: the recipe's, not the checkpoint's. A
+    checkpoint of another number of ranks leaves the random generators alone, with a warning.
+
+    Raises:
+        CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
+    """
+    broken = f"cannot read the checkpoint {folder}"
+    with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
+        about = dist_checkpointing.load_common_state_dict(str(folder)).get("about", {})
+        _refuse_other(folder, about, state)
+        wanted = _sharded(state, is_loading=True, trained=about["version"] > 0)
+        if about["world_size"] != dist.get_world_size():
+            wanted.pop("rng")
+        loaded = dist_checkpointing.load(wanted, str(folder))
+    state.model.load_state_dict(loaded["model"])
+    _restore_optimizer(state, loaded.get("optimizer"))
+    state.scheduler.num_steps = about["scheduler_steps"]
+    state.scheduler.step(0)
+    if "rng" in loaded:
+        _set_rng_state(loaded["rng"])
+    else:
+        logger.warning(
+            "%s was saved by %d ranks and is read by %d: the random generators of torch, numpy and python start anew",
+            folder, about["world_size"], dist.get_world_size(),
+        )  # fmt: skip
+    return about["version"]
+
+
+class _InThisProcess(TorchDistSaveShardedStrategy):
+    """Megatron's format, written by torch's own writer in one thread of this process.
+
+    Megatron's writer starts a process with `spawn` (which runs a script without a `__main__` guard a second time) and
+    forks another: seconds of start-up for a small model, and both outlive a killed trainer.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        dcp.save(
+            mcore_to_pyt_state_dict(grouped, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def _about(state: Checkpointed) -> dict[str, Any]:
+    """The part that is the same on every rank."""
+    return {
+        "format": FORMAT,
+        "architecture": asdict(state.architecture),
+        "precision": state.precision,
+        "version": state.version,
+        "scheduler_steps": state.scheduler.num_steps,
+        "world_size": dist.get_world_size(),
+    }
+
+
+def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = None) -> dict[str, Any]:
+    """Megatron's sharded state: model, optimizer (if it was ever stepped), and this rank's generators."""
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    model = state.model.sharded_state_dict(metadata=metadata)
+    sharded: dict[str, Any] = {"model": model}
+    if state.version > 0 if trained is None else trained:
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    sharded["rng"] = ShardedObject(
+        "rng", None if is_loading else _rng_state(), (dist.get_world_size(),), (dist.get_rank(),)
+    )
+    return sharded
+
+
+def _refuse_other(folder: Path, about: dict[str, Any], state: Checkpointed) -> None:
+    found = about.get("format")
+    if found != FORMAT:
+        raise CheckpointError(f"{folder} is no checkpoint of this program's format {FORMAT} (found {found})")
+    mine, its = asdict(state.architecture), about["architecture"]
+    differences = [f"{key}: checkpoint {its.get(key)!r}, model {mine[key]!r}" for key in mine if its.get(key) != mine[key]]
+    if about["precision"] != state.precision:
+        differences.append(f"precision: checkpoint {about['precision']!r}, recipe {state.precision!r}")
+    if differences:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model than policy.model_name ({'; '.join(differences)}): "
+            "use the recipe it was saved with, or another checkpoint folder"
+        )
+
+
+def _restore_optimizer(state: Checkpointed, loaded: dict[str, Any] | None) -> None:
+    if loaded is None:  # saved before the first step
+        state.optimizer.optimizer.state.clear()
+        state.optimizer.reload_model_params()
+        return
+    inner = loaded.get("optimizer", loaded)  # with bfloat16 weights, beside their float32 originals
+    current = state.optimizer.optimizer.state_dict()["param_groups"]
+    # Some optimizers keep their step count among the options.
+    steps = [{"step": group["step"]} if "step" in group else {} for group in inner["param_groups"]]
+    inner["param_groups"] = [{**group, **step} for group, step in zip(current, steps, strict=True)]
+    state.optimizer.load_state_dict(loaded)
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (libraries draw from it)
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _make_empty(folder: Path) -> None:
+    with _as_checkpoint_error(f"cannot make the checkpoint folder {folder}", "check free space and permissions"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise CheckpointError(f"{folder} is not empty: checkpoints are never written over one another")
+
+
+@contextmanager
+def _as_checkpoint_error(what: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, CheckpointingException, dcp.CheckpointException) as error:
+        raise CheckpointError(f"{what}: {error or type(error).__name__}; {advice}") from error

@@ -1,0 +1,166 @@
+"""Megatron-Core's GPTModel with the shape and weights of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
+from exgrpo_conversion.errors import ModelFolderError
+from exgrpo_conversion.hf_folder import HFReader, read_config
+from exgrpo_conversion.mapping import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    check_tensor_parallel,
+    hf_names,
+    manifest,
+    pad_vocab,
+    padded_vocab_size,
+    shard,
+    to_hf,
+    to_megatron,
+)
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from exgrpo_megatron.config import PolicyConfig
+from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.policy.layers import decoder_spec
+
+VOCAB_MULTIPLE = 128
+"""Vocabulary rows are padded to a multiple of this on every tensor-parallel rank."""
+
+
+class ResponseModel(GPTModel):
+    """GPTModel that computes logits only where a mask asks for them.
+
+    `forward(tokens, None, None, loss_mask=mask)` with a boolean mask [batch, positions] returns logits
+    [1, chosen positions, padded vocabulary], sequence by sequence. Prompts make up a large part of the positions, and
+    nothing is ever asked about their logits.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        mask = kwargs["loss_mask"]
+        if self.post_process and mask is not None:
+            sequence, position = mask.nonzero(as_tuple=True)
+            rows = position * mask.shape[0] + sequence  # hidden states are [positions, batch, hidden]
+            hidden_states = hidden_states.flatten(0, 1).index_select(0, rows).unsqueeze(1)
+            kwargs["loss_mask"] = None
+        return super()._postprocess(hidden_states, *args, **kwargs)
+
+
+def load_model(folder: Path, policy: PolicyConfig) -> tuple[ResponseModel, Architecture]:
+    """The model of a Hugging Face folder, on this rank's device, in `policy.precision`.
+
+    Raises:
+        CheckpointError: the folder is no supported model, or its tensors are not those its config.json promises.
+    """
+    try:
+        architecture = Architecture.from_hf_config(read_config(folder))
+        check_tensor_parallel(architecture, policy.megatron_cfg.tensor_model_parallel_size)
+        with HFReader(folder) as reader:
+            reader.check(manifest(architecture))  # before any memory is taken for the model
+            model = _build(architecture, policy)
+            _fill(model, architecture, reader)
+    except (UnsupportedModelError, ModelFolderError) as error:
+        raise CheckpointError(f"policy.model_name = {folder}: {error}") from error
+    return model.to(_device()), architecture
+
+
+def hf_weights(model: torch.nn.Module, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """The weights under their Hugging Face names, one parameter at a time; each tensor is a copy the caller owns."""
+    for name, parameter in model.named_parameters():
+        for hf_name, tensor in to_hf(architecture, name, parameter.detach()):
+            yield hf_name, tensor.clone()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _build(architecture: Architecture, policy: PolicyConfig) -> ResponseModel:
+    config = _transformer_config(architecture, policy)
+    scaling = architecture.rope_scaling
+    return ResponseModel(
+        config=config,
+        transformer_layer_spec=decoder_spec(config),
+        vocab_size=padded_vocab_size(
+            architecture.vocab_size, VOCAB_MULTIPLE, policy.megatron_cfg.tensor_model_parallel_size
+        ),
+        max_sequence_length=policy.max_total_sequence_length,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,
+        rope_scaling=scaling is not None,
+        rope_scaling_factor=scaling.factor if scaling is not None else 1.0,
+    )
+
+
+def _transformer_config(architecture: Architecture, policy: PolicyConfig) -> TransformerConfig:
+    layout = policy.megatron_cfg
+    dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        qk_layernorm=architecture.qk_norm,
+        add_qkv_bias=architecture.qkv_bias,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Without the initialisation Megatron also skips the marks by which it recognises sharded weights, and the
+        # gradient norm is then wrong under tensor parallelism.
+        perform_initialization=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # no experts here, but variable_seq_lengths insists on it
+        # The loss is a sum whose divisors are in its weights already: nothing may be averaged over micro-batches or
+        # ranks. Per-token mode leaves gradients summed; the function below leaves out its final division.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=sum_gradients,
+        # Fused kernels need Transformer Engine, Apex or a compiler.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron's end of a backward pass (sum over data-parallel ranks, shared weights), without division by tokens."""
+    del num_tokens
+    finalize_model_grads(model, None, **options)
+
+
+@torch.no_grad()
+def _fill(model: ResponseModel, architecture: Architecture, reader: HFReader) -> None:
+    tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        full = to_megatron(architecture, name, [reader.get(part) for part in hf_names(architecture, name)])
+        if name in (EMBEDDING, OUTPUT_LAYER):
+            full = pad_vocab(full, parameter.shape[0] * tp_size)
+        parameter.copy_(shard(name, full, tp_size, tp_rank))

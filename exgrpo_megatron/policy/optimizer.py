@@ -1,0 +1,102 @@
+"""Megatron's optimizer and learning-rate schedule, and the one step that applies a gradient or refuses it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
+from exgrpo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one call of `apply_gradients` did."""
+
+    grad_norm: float
+    skipped: bool
+    learning_rate: float
+
+
+def build_optimizer(model: DistributedDataParallel, policy: PolicyConfig, config: OptimizerConfig) -> MegatronOptimizer:
+    """AdamW over every weight of `model`; biases and norms are not decayed (Megatron's rule)."""
+    bf16 = policy.precision == "bfloat16"
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer=config.optimizer,
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=policy.max_grad_norm,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        ),
+        [model],
+    )
+
+
+def build_scheduler(
+    optimizer: MegatronOptimizer, config: OptimizerConfig, scheduler: SchedulerConfig, total_updates: int
+) -> OptimizerParamScheduler:
+    """Learning rate as a function of the optimiser steps taken so far (0 at the first step of a warm-up).
+
+    Raises:
+        ConfigError: the warm-up or the end of the decay contradict each other.
+    """
+    decay_steps = scheduler.lr_decay_iters or total_updates
+    if scheduler.lr_decay_style == "constant":
+        decay_steps = max(decay_steps, scheduler.lr_warmup_iters + 1)
+    if scheduler.lr_warmup_iters >= decay_steps:
+        raise ConfigError(
+            f"scheduler.lr_warmup_iters = {scheduler.lr_warmup_iters} must be below the {decay_steps} optimiser steps "
+            f"of the decay (scheduler.lr_decay_iters = {scheduler.lr_decay_iters}, whole run = {total_updates})"
+        )
+    if config.min_lr > config.lr:
+        raise ConfigError(f"optimizer.min_lr = {config.min_lr} must not be above optimizer.lr = {config.lr}")
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=scheduler.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=scheduler.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+    )
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """Learning rate of the next optimiser step."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def apply_gradients(
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, max_norm: float, skip_above: float
+) -> Step:
+    """Clip the gradients to `max_norm` and take one step; with a norm above `skip_above`, or not finite, do nothing.
+
+    A skipped step leaves weights, optimizer state and schedule as they were. Every rank decides alike, because the
+    norm is that of the whole, already reduced gradient.
+    """
+    rate = learning_rate(optimizer)
+    overflow = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if overflow or not math.isfinite(norm) or norm > skip_above:
+        return Step(grad_norm=norm, skipped=True, learning_rate=rate)
+    clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm, norm)
+    optimizer.step_with_ready_grads()
+    scheduler.step(1)
+    return Step(grad_norm=norm, skipped=False, learning_rate=rate)
