@@ -88,9 +88,7 @@ class TrainingRun:
         if checkpoint:
             self._resume(checkpoint)
         elif config.experience.prefill_path:
-            added = self.parts.experience.merge_file(Path(config.experience.prefill_path))
-            reporter.note(f"experience: {added} answers from {config.experience.prefill_path}")
-        self._check_experience()
+            self._prefill(Path(config.experience.prefill_path))
 
     def run(self, stop: StopSignal) -> RunOutcome:
         """Trains to the last step or the stop signal, then evaluates and exports; closes what it opened."""
@@ -159,14 +157,18 @@ class TrainingRun:
         for line in changed_keys(state["recipe"], self.config.model_dump(mode="json")):
             self.reporter.note(f"the recipe changed since then: {line}")
 
-    def _check_experience(self) -> None:
-        """Stored answers of unknown questions could never be replayed."""
-        experience = self.parts.experience
-        unknown = [name for name in experience.question_ids() if name not in self.trainer.questions]
-        if unknown:
-            raise CheckpointError(
-                f"experience holds {len(unknown)} questions that are not in data.train, the first is {unknown[0]!r}: "
-                f"it was recorded on other data (experience.prefill_path = {self.config.experience.prefill_path!r})"
+    def _prefill(self, path: Path) -> None:
+        """Begin with the answers of another run; those of questions that data.train lacks could not be replayed."""
+        added = self.parts.experience.merge_file(path)
+        unknown = self.parts.experience.keep_only(self.trainer.questions.keys())
+        self.reporter.note(
+            f"experience: {added.answers} answers of {added.questions} questions from {path}; "
+            f"{unknown} questions left out because data.train does not have them"
+        )
+        if not self.parts.experience.num_questions:
+            raise ConfigError(
+                f"experience.prefill_path = {str(path)!r}: none of its questions is in data.train; use the data it was "
+                f"recorded on, or null"
             )
 
     def _report_start(self) -> None:

@@ -31,11 +31,10 @@ class SFTTrainer:
 
     def step(self) -> dict[str, float]:
         """One optimiser step on the batch of this step number; each rank trains a token-balanced share."""
-        step = self.last_step + 1
-        sequences = supervised_sequences(self.batches.batch(step))
+        sequences = supervised_sequences(self.batches.batch(self.last_step))
         share = balanced_shares([sequence.num_tokens for sequence in sequences], self.comm.size)[self.comm.rank]
         result = self.policy.update([sequences[i] for i in share], Objective(kind="nll"), temperature=1.0)
-        self.last_step = step
+        self.last_step += 1
         return {
             "sft/loss": result.loss,
             "sft/learning_rate": result.learning_rate,

@@ -153,8 +153,8 @@ class Trainer:
         rng = _generator(self.config.grpo.seed, step, "answer")
         slots = []
         for question_id, (answers, _) in zip(drawn, candidates, strict=True):
-            scored = [next(scores) for _ in answers] if needs_scoring(choice, len(answers)) else []
-            index = choose_answer(choice, scored, rng, num_answers=len(answers))
+            scored = [next(scores) if needs_scoring(choice, len(answers)) else None for _ in answers]
+            index = choose_answer(choice, scored, rng)
             slots.append(_Slot(self.questions[question_id], answers[index]))
         return _Selection(slots, len(pairs), num_padded)
 
@@ -283,7 +283,8 @@ class Trainer:
         if config.enabled:
             self.schedule.observe(pass_rate(groups))
             if config.retire_from == "replay_and_fresh":
-                self.parts.order.remove(self.parts.experience.retired)
+                # As in the released code: the stream of new questions never falls to fewer than this.
+                self.parts.order.remove(report.retired, self.config.grpo.num_prompts_per_step + 20)
         return report
 
 
