@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
-
 from exgrpo_conversion.architecture import Architecture, Llama3RopeScaling, UnsupportedModelError
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 LLAMA_31_ROPE = {
     "rope_type": "llama3",

@@ -6,8 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from hf_models import FAMILIES, tensors_of, tiny_model
-
 from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
 from exgrpo_conversion.mapping import (
     check_tensor_parallel,
@@ -21,6 +19,7 @@ from exgrpo_conversion.mapping import (
     to_megatron,
     unshard,
 )
+from hf_models import FAMILIES, tensors_of, tiny_model
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 QKV_BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
@@ -166,15 +165,15 @@ def test_a_shard_is_not_taken_for_a_whole_parameter():
 
 
 def test_a_missing_part_of_a_fused_parameter_is_refused():
-    with pytest.raises(ValueError, match="made of 3 tensors .* got 2"):
+    with pytest.raises(ValueError, match=r"made of 3 tensors .* got 2"):
         to_megatron(HAND, QKV, [rows(QUERIES), rows(KEYS)])
 
 
 def test_tensor_parallel_sizes_that_cut_a_group_or_the_mlp_are_refused():
     check_tensor_parallel(HAND, 2)
-    with pytest.raises(UnsupportedModelError, match="num_key_value_heads = 2 .* tensor-parallel size 4"):
+    with pytest.raises(UnsupportedModelError, match=r"num_key_value_heads = 2 .* tensor-parallel size 4"):
         check_tensor_parallel(HAND, 4)
-    with pytest.raises(UnsupportedModelError, match="intermediate_size = 5 .* tensor-parallel size 2"):
+    with pytest.raises(UnsupportedModelError, match=r"intermediate_size = 5 .* tensor-parallel size 2"):
         check_tensor_parallel(dataclasses.replace(HAND, ffn_size=5), 2)
 
 
