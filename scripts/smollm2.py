@@ -90,12 +90,13 @@ def convert(gguf: Path, folder: Path) -> None:
     quantised = transformers.AutoModelForCausalLM.from_pretrained(**read, dtype="float32")
     # The model as read calls itself quantised, which its expanded weights are not: rebuild it without that.
     settings = quantised.config.to_dict()
-    settings = {key: settings[key] for key in settings.keys() - {"quantization_config", "_name_or_path"}}
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(key, None)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).float()
     model.load_state_dict(quantised.state_dict())
-    model.generation_config = quantised.generation_config
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -103,7 +104,7 @@ def convert(gguf: Path, folder: Path) -> None:
 def _transformers() -> Any:
     """Import the heavy libraries only when the arguments have been checked."""
     try:
-        import accelerate  # noqa: F401, PLC0415
+        import accelerate  # type: ignore[import-untyped]  # noqa: F401, PLC0415
         import gguf  # noqa: F401, PLC0415
         import transformers  # noqa: PLC0415
     except ImportError as error:
