@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,30 +142,33 @@ def doctor() -> None:
 
 
 def _train(config: Config, comm: Any, recipe: Path) -> None:
-    from exgrpo_megatron import build, session  # noqa: PLC0415
+    from exgrpo_megatron import build, checkpointing, session  # noqa: PLC0415
 
+    started = time.monotonic()
     inputs = build.load_inputs(config, comm)
     if comm.rank == 0:
         _console().print(_two_columns("What the numbers mean", derived_table(config, comm.size)))
         _console().print(_variant_table(config))
     with session.StopSignal().installed() as stop:
         start_from: Path | None = inputs.model_dir
-        resuming = config.checkpointing.enabled and session.checkpoint_store(config, comm).latest() is not None
-        if config.sft.warm_start and not resuming:
+        latest = session.checkpoint_store(config, comm).latest() if config.checkpointing.enabled else None
+        if config.sft.warm_start and latest is None:
             with _reporter(comm, config.sft.max_num_steps, "warm start") as reporter:
                 start_from = session.warm_start(config, inputs, comm, reporter, stop)
         if start_from is None:
             _say(comm, "stopped during the warm start; the same command begins it again")
             return
-        with _reporter(comm, config.grpo.max_num_steps, "train") as reporter:
+        done = checkpointing.read_state(latest)["step"] if latest else 0
+        with _reporter(comm, config.grpo.max_num_steps, "train", done) as reporter:
             outcome = session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
     if comm.rank == 0:
-        _finish(outcome, recipe)
+        _finish(outcome, recipe, config, time.monotonic() - started)
 
 
-def _finish(outcome: Any, recipe: Path) -> None:
+def _finish(outcome: Any, recipe: Path, config: Config, elapsed_s: float) -> None:
+    from exgrpo_megatron.metrics import read_metrics  # noqa: PLC0415
     from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
-    from exgrpo_megatron.report.summary import print_summary  # noqa: PLC0415
+    from exgrpo_megatron.report.summary import run_summary  # noqa: PLC0415
 
     dashboard = write_dashboard(outcome.log_dir)
     if not outcome.finished:
@@ -172,7 +176,21 @@ def _finish(outcome: Any, recipe: Path) -> None:
             f"stopped after step {outcome.last_step}; saved in {outcome.checkpoint}. The same command goes on from there."
         )
         return
-    print_summary(outcome.log_dir, dashboard, outcome.checkpoint, outcome.export, recipe)
+    records = read_metrics(outcome.log_dir / "metrics.jsonl")
+    evaluations = [record for record in records if "validation/pass_rate_t1" in record]
+    run_summary(
+        before=evaluations[0] if evaluations else {},
+        after=evaluations[-1] if evaluations else {},
+        paths={
+            "dashboard": dashboard,
+            "metrics": outcome.log_dir / "metrics.jsonl",
+            "checkpoint": outcome.checkpoint,
+            "export": outcome.export,
+        },
+        next_command=f"exgrpo eval {recipe} --checkpoint {outcome.export or outcome.checkpoint}",
+        elapsed_s=elapsed_s,
+        temperature=config.eval.temperature,
+    )
 
 
 @contextmanager
@@ -197,10 +215,14 @@ def _session(config: Config, comm: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _reporter(comm: Any, total: int, label: str) -> Iterator[Any]:
-    from exgrpo_megatron.report.console import ProgressReporter, SilentReporter  # noqa: PLC0415
+def _reporter(comm: Any, total: int, label: str, done: int = 0) -> Iterator[Any]:
+    from exgrpo_megatron.parts import SilentReporter  # noqa: PLC0415
+    from exgrpo_megatron.report.console import ProgressReporter  # noqa: PLC0415
 
-    with ProgressReporter(total, label) if comm.rank == 0 else SilentReporter() as reporter:
+    if comm.rank != 0:
+        yield SilentReporter()
+        return
+    with ProgressReporter(total, label, done_steps=done) as reporter:
         yield reporter
 
 

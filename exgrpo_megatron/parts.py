@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,7 +61,22 @@ class Verifier(Protocol):
 class Reporter(Protocol):
     """Shows progress; only rank 0 has one that prints."""
 
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def step_line(self, metrics: Mapping[str, float]) -> None:
+        """One training step is done."""
+
+    def advance(self, text: str = "") -> None:
+        """One supervised step is done."""
+
+    def note(self, text: str) -> None:
+        """A line that stands by itself."""
+
+
+class SilentReporter:
+    """The reporter of the other ranks."""
+
+    def step_line(self, metrics: Mapping[str, float]) -> None: ...
+
+    def advance(self, text: str = "") -> None: ...
 
     def note(self, text: str) -> None: ...
 

@@ -20,7 +20,7 @@ from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluation, Evaluator
-from exgrpo_megatron.metrics import MetricsLogger, open_sinks
+from exgrpo_megatron.metrics import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink
 from exgrpo_megatron.parts import Reporter
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
 from exgrpo_megatron.trainer import StepResult, Trainer
@@ -113,7 +113,7 @@ class TrainingRun:
             due = config.grpo.val_period and result.step % config.grpo.val_period == 0
             values = {**result.metrics, **(self._evaluate().metrics if due or last else {})}
             metrics.write(result.step, values)
-            self.reporter.step(result.step, values)
+            self.reporter.step_line(values)
             for warning in result.warnings:
                 self.reporter.note(f"step {result.step}: {warning}")
             stopping = any(self.comm.all_gather(stop.requested))
@@ -215,7 +215,7 @@ def supervised_run(
 
         def after_step(step: int, values: dict[str, float]) -> bool:
             metrics.write(step, values)
-            reporter.step(step, values)
+            reporter.advance(f"loss {values['sft/loss']:.3f}")
             return not any(comm.all_gather(stop.requested))
 
         trainer.fit(after_step)
@@ -226,10 +226,18 @@ def supervised_run(
 
 
 @contextmanager
-def open_metrics(config: Config, comm: Communicator, last_step: int, log_dir: Path | None = None) -> Iterator[MetricsLogger]:
-    """The run's metrics files on rank 0 (lines after `last_step` dropped), nothing on the others."""
+def open_metrics(
+    config: Config, comm: Communicator, last_step: int, log_dir: Path | None = None
+) -> Iterator[MetricsLogger]:
+    """The run's metrics files on rank 0, with the lines after `last_step` dropped; nothing on the others."""
     folder = log_dir or Path(config.logger.log_dir)
-    sinks = open_sinks(folder, config.logger, last_step) if comm.rank == 0 else []
+    sinks: list[MetricSink] = []
+    if comm.rank == 0:
+        sinks.append(JsonlSink(folder / METRICS_FILE))
+        if config.logger.tensorboard_enabled:
+            sinks.append(TensorBoardSink(folder / "tensorboard"))
+    for sink in sinks:
+        sink.truncate_after(last_step)
     logger = MetricsLogger(sinks)
     try:
         yield logger
