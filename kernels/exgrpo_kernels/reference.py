@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Rows are worked on in blocks of about this many logits, so that a float32 temporary stays near 4 MiB for any vocabulary.
+# Rows are worked on in blocks of about this many logits, so that float32 temporaries stay near 4 MiB each.
 _BLOCK_ELEMENTS = 1 << 20
 
 

@@ -70,7 +70,7 @@ def test_the_phase_survives_a_resume():
     ],
 )
 def test_the_share_is_rounded_down(share: float, num_prompts: int, expected: int):
-    """docs/algorithm.md: 128->64, 127->63, 3->1, 1->0; (128, .29)->37. And 0.29 of 100 is 29, though 0.29 * 100 < 29."""
+    """docs/algorithm.md: 128->64, 127->63, 3->1, 1->0; (128, .29)->37. 0.29 of 100 is 29, though 0.29 * 100 < 29."""
     assert num_replayed(share, num_prompts, available=10**6) == expected
 
 
