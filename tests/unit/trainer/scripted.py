@@ -80,7 +80,7 @@ def build_trainer(
         write_questions(tmp_path / "questions.jsonl", num_questions)
     comm.barrier()
     raw: dict[str, Any] = {
-        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 50, "seed": 3},
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 50, "seed": 10},
         "data": {"train": {"path": str(tmp_path / "questions.jsonl"), "id_key": "id"}, "max_input_seq_length": 16},
         "policy": {
             "model_name": "embedded:chain-qwen2",
