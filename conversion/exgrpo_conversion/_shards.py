@@ -86,7 +86,8 @@ class ShardWriter:
             self._dtype = tensor.dtype
         if tensor.dtype != self._dtype:
             raise ModelFolderError(f"tensor {name} is {tensor.dtype}, others are {self._dtype}: ask for one dtype")
-        if not torch.isfinite(tensor).all():
+        # Extremes carry NaN and infinity along; isfinite would need several temporaries of the size of the tensor.
+        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise ModelFolderError(f"tensor {name} has NaN or infinite values as {tensor.dtype}")
 
     def _unnamed(self, number: int) -> Path:
