@@ -244,17 +244,17 @@ def _console() -> Console:
 
 
 def _two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=title, show_header=False, title_justify="left", box=None)
     for name, value in rows:
         table.add_row(name, value)
     return table
 
 
 def _variant_table(config: Config) -> Table:
-    table = Table("switch", "in force", "paper", "code", "corrected", title=f"Variant: {config.variant}", title_justify="left")
+    table = Table("switch", "in force", "elsewhere", title=f"Variant: {config.variant}", title_justify="left", box=None)
     for name, value in config.variant_table().items():
-        choices = VARIANTS[name]
-        table.add_row(name, str(value), *(str(choices[variant]) for variant in ("paper", "code", "corrected")))
+        others = {variant: choice for variant, choice in VARIANTS[name].items() if choice != value}
+        table.add_row(name, str(value), ", ".join(f"{variant}: {choice}" for variant, choice in others.items()))
     return table
 
 
