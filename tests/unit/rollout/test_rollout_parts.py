@@ -36,7 +36,7 @@ def test_a_temperature_divides_the_logits() -> None:
     np.testing.assert_allclose(logprobs, np.log([0.1, 0.9]), atol=1e-6)
 
 
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (np.nextafter(1.0, 0.0), 3)])
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (np.nextafter(1.0, 0.0), 3), (1.0, 3)])
 def test_tokens_of_probability_0_are_never_drawn_at_either_end(uniform: float, token: int) -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf, -200.0]])
     ids, _ = choose_tokens(logits, 1.0, torch.tensor([uniform], dtype=torch.float64))
