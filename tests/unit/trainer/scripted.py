@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,19 @@ import numpy as np
 
 from exgrpo_megatron import build
 from exgrpo_megatron.comm import Communicator, SingleProcess
+from exgrpo_megatron.config import Config
 from exgrpo_megatron.recipe import parse_recipe
 from exgrpo_megatron.rollout.protocol import SampledResponse
 from exgrpo_megatron.trainer import Trainer
 
-RIGHT, WRONG = "right", "wrong"
+Script = Callable[[str, int], list[str]]
+"""(question id, number of samples) to the responses."""
 
 
 class ScriptedEngine:
     """Answers each request by `script(question text, number of samples) -> responses`; a real engine's protocol."""
 
-    def __init__(self, tokenizer: Any, questions: Any, script: Callable[[str, int], list[str]]) -> None:
+    def __init__(self, tokenizer: Any, questions: Any, script: Script) -> None:
         self.tokenizer, self.script = tokenizer, script
         self.by_prompt = {tuple(question.prompt_ids): question for question in questions}
         self.policy_version = -1
@@ -66,19 +69,9 @@ def wrong(question_id: str) -> str:
     return "\\boxed{%d}" % (int(question_id[1:]) + 50)
 
 
-def build_trainer(
-    tmp_path: Path,
-    script: Callable[[str, int], list[str]],
-    *,
-    num_questions: int = 12,
-    comm: Communicator | None = None,
-    **sections: dict[str, Any],
-) -> Trainer:
-    """A trainer on `num_questions` questions, B = 4, K = 4, whose engine follows `script`."""
-    comm = comm or SingleProcess()
-    if comm.rank == 0:
-        write_questions(tmp_path / "questions.jsonl", num_questions)
-    comm.barrier()
+def make_config(tmp_path: Path, num_questions: int = 12, **sections: Any) -> Config:
+    """B = 4, K = 4 on a file of `num_questions` questions, replay from the first step; `sections` are merged over it."""
+    write_questions(tmp_path / "questions.jsonl", num_questions)
     raw: dict[str, Any] = {
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 50, "seed": 10},
         "data": {"train": {"path": str(tmp_path / "questions.jsonl"), "id_key": "id"}, "max_input_seq_length": 16},
@@ -89,15 +82,21 @@ def build_trainer(
             "megatron_cfg": {"optimizer": {"lr": 1e-4}},
         },
         "experience": {"start_pass_rate": None},
-        "logger": {"log_dir": str(tmp_path / "run")},
+        "logger": {"log_dir": str(tmp_path / "run"), "tensorboard_enabled": False},
     }
     for name, values in sections.items():
         raw[name] = {**raw.get(name, {}), **values} if isinstance(values, dict) else values
-    config = parse_recipe(raw)
+    return parse_recipe(raw)
+
+
+def build_trainer(tmp_path: Path, script: Script, *, comm: Communicator | None = None, **sections: Any) -> Trainer:
+    """A trainer whose engine follows `script`; see `make_config`."""
+    comm = comm or SingleProcess()
+    config = make_config(tmp_path, **sections)
     inputs = build.load_inputs(config, comm)
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
     parts = build.build_parts(config, inputs, actor, comm)
     engine = ScriptedEngine(inputs.tokenizer, inputs.train.questions, script)
-    trainer = Trainer(type(parts)(**{**parts.__dict__, "engine": engine}))
+    trainer = Trainer(replace(parts, engine=engine))
     trainer.push_weights()
     return trainer
