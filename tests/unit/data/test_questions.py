@@ -85,14 +85,12 @@ def test_the_real_gsm8k_has_7473_questions_and_1319_others(load):
     if folder is None:
         pytest.skip("no shared/data/gsm8k_train.jsonl beside the repository")
     train, test = (
-        load(folder / f"gsm8k_{part}.jsonl", {"max_input_seq_length": 600}, answer_marker="####")
+        load(folder / f"gsm8k_{part}.jsonl", {"max_input_seq_length": 4096}, answer_marker="####")
         for part in ("train", "test")
     )
-    dropped = train.dropped_too_long
-    assert len(train.questions) + len(dropped) == 7473
-    assert 0 < len(dropped) < 747
+    assert (len(train.questions), len(test.questions)) == (7473, 1319)
     assert (train.questions[0].answer, train.questions[0].text[:7]) == ("72", "Natalia")
-    assert len(test.questions) + len(test.dropped_too_long) == 1319
+    assert train.dropped_too_long == ()
     assert (train.num_duplicates, train.dropped_unwritable) == (0, ())
     assert check_disjoint(train, test) == 0
 
@@ -101,8 +99,8 @@ def test_math_500_is_read_whole(load):
     folder = real_data()
     if folder is None:
         pytest.skip("no shared/data/math500.jsonl beside the repository")
-    loaded = load(folder / "math500.jsonl", {"max_input_seq_length": 4096}, max_questions=None)
-    assert len(loaded.questions) + len(loaded.dropped_too_long) == 500
+    loaded = load(folder / "math500.jsonl", {"max_input_seq_length": 4096})
+    assert len(loaded.questions) == 500
     assert loaded.questions[0].answer == r"\left( 3, \frac{\pi}{2} \right)"
 
 
