@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from typing import Any, get_args
 
@@ -321,3 +322,16 @@ def test_random_histories_agree_with_plain_dictionaries(seed: int):
         drawn = target.draw(n, rng, exclude)
         assert len(set(drawn)) == len(drawn) == min(n, len(names - exclude))
         assert set(drawn) <= names - exclude
+
+
+def test_a_draw_from_thirty_thousand_questions_takes_under_five_milliseconds():
+    """The goal, an order of magnitude above what benchmarks/experience_draw.py measures."""
+    target = buffer()
+    record(target, *[group(f"q{i}", *[member(j) for j in range(1 + i % 3)]) for i in range(30_000)])
+    rng, times = np.random.default_rng(0), []
+    for _ in range(25):
+        start = time.perf_counter()
+        drawn = target.draw(64, rng, exclude={"q5", "q6"})
+        times.append(time.perf_counter() - start)
+        assert len(drawn) == 64
+    assert np.median(times) < 0.005
