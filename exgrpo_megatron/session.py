@@ -97,7 +97,7 @@ class TrainingRun:
             stack.callback(self.parts.engine.close)
             metrics = stack.enter_context(open_metrics(self.config, self.comm, self.trainer.last_step))
             self._report_start()
-            if self.trainer.last_step == 0 and self.config.grpo.val_at_start:
+            if self.trainer.last_step == 0 and self.config.grpo.val_at_start and self.evaluator:
                 self.trainer.push_weights()
                 metrics.write(0, self._evaluate().metrics)
             self.trainer.fit(self.config.grpo.max_num_steps, self._after_step(metrics, stop))
