@@ -1,4 +1,4 @@
-"""The trained policy: a Megatron-Core model that scores sequences, takes optimiser steps, and can be saved and exported."""
+"""The trained policy: a Megatron-Core model that scores sequences, takes optimiser steps, is saved and exported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from torch import Tensor
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from exgrpo_megatron.policy import backend, checkpoint
-from exgrpo_megatron.policy.batch import MicroBatch, TokenConstants, in_input_order, micro_batches, pairs, token_constants
+from exgrpo_megatron.policy.batch import (
+    MicroBatch,
+    TokenConstants,
+    in_input_order,
+    micro_batches,
+    pairs,
+    token_constants,
+)
 from exgrpo_megatron.policy.model import hf_weights, load_model, sum_gradients
 from exgrpo_megatron.policy.optimizer import apply_gradients, build_optimizer, build_scheduler
 from exgrpo_megatron.types import LossTerms, ScoredSequence, TokenIds, TrainSequence, UpdateResult
