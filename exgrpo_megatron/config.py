@@ -265,6 +265,12 @@ class MathEnvConfig(Section):
     all_zero_alarm_steps: PositiveInt = key(5, "warn when every reward was 0 for this many steps", "steps")
     format_alarm_share: Share = key(0.9, "warn when the format rules reject more than this share of a step's answers")
 
+    @model_validator(mode="after")
+    def _literal_needs_box(self) -> MathEnvConfig:
+        if self.require_literal and not self.require_box:
+            raise ValueError("require_literal = true judges boxed answers only, but require_box = false admits others")
+        return self
+
 
 class EnvConfig(Section):
     """Where rewards come from."""

@@ -28,6 +28,7 @@ class ShardWriter:
     ) -> None:
         self._folder = folder
         self._expected = expected
+        self._convert_to = dtype
         self._dtype = dtype
         self._max_shard_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}
@@ -44,7 +45,7 @@ class ShardWriter:
         """
         self._check_name_and_shape(name, tensor)
         # Always a copy: the tensor may be a live parameter or a buffer that the producer fills again.
-        tensor = tensor.detach().to("cpu", self._dtype or tensor.dtype, copy=True).contiguous()
+        tensor = tensor.detach().to("cpu", self._convert_to or tensor.dtype, copy=True).contiguous()
         self._check_dtype_and_values(name, tensor)
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
             self._flush()
@@ -85,7 +86,8 @@ class ShardWriter:
             self._dtype = tensor.dtype
         if tensor.dtype != self._dtype:
             raise ModelFolderError(f"tensor {name} is {tensor.dtype}, others are {self._dtype}: ask for one dtype")
-        if not torch.isfinite(tensor).all():
+        # Extremes carry NaN and infinity along; isfinite would need several temporaries of the size of the tensor.
+        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise ModelFolderError(f"tensor {name} has NaN or infinite values as {tensor.dtype}")
 
     def _unnamed(self, number: int) -> Path:

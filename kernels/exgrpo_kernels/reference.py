@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Rows are worked on in blocks of about this many logits, so that float32 scratch stays near 16 MiB for any vocabulary.
-_BLOCK_ELEMENTS = 1 << 22
+# Rows are worked on in blocks of about this many logits, so that float32 temporaries stay near 4 MiB each.
+_BLOCK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def test_no_tokens_give_empty_outputs():
 
 @pytest.mark.parametrize(("w", "f"), [(0.1, 0.5), (1.0, 0.90909), (5.0, 0.98039), (10.0, 0.99010)])
 def test_shaping_has_the_values_of_the_algorithm(w: float, f: float):
-    """ALGORITHM: f(0.1)=0.5, f(1)=0.90909, f(5)=0.98039, f(10)=0.99010."""
+    """docs/algorithm.md: f(0.1)=0.5, f(1)=0.90909, f(5)=0.98039, f(10)=0.99010."""
     assert shaping(torch.tensor(w, dtype=torch.float64), 0.1).item() == pytest.approx(f, abs=5e-6)
     assert terms(math.log(w), 2.0, True, Objective())[0] == pytest.approx(-2 * f, abs=1e-5)
 

@@ -1,0 +1,57 @@
+# `make help` lists the targets. Variables: PYTHON=... (interpreter to build the environment with),
+# TORCH_INDEX=... (package index to take torch from), TEST_WORKERS=... (parallel test processes).
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+TEST_WORKERS := 2
+
+# The first interpreter that is new enough and can make environments; a pyenv shim may exist and still not run.
+PYTHON = $(shell for p in python3.11 python3.12 python3 python3.13; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& command -v "$$p" && break; done)
+
+# One thread a test process: several processes with a thread pool each only fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check docs clean clean-venv
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf 'make %-11s %s\n' "$$name" "$$text"; done
+
+setup: $(STAMP)  ## make .venv with the pinned packages (once; again when a pin changes)
+
+$(STAMP): pyproject.toml requirements/cpu.lock requirements/gpu.lock scripts/setup.py
+	@python="$(PYTHON)"; test -n "$$python" || { \
+		echo 'make setup needs Python 3.11 or newer with the venv module (Debian, Ubuntu: python3-venv).' >&2; \
+		echo 'None of python3.11, python3.12, python3, python3.13 is one; name yours: make setup PYTHON=/path/to/python' >&2; \
+		exit 2; }; \
+	"$$python" scripts/setup.py --venv $(VENV) $(if $(TORCH_INDEX),--torch-index "$(TORCH_INDEX)")
+	@touch $@
+
+demo: setup  ## train the quickstart: warm start, ExGRPO, evaluation, export (minutes on 2 cores)
+	$(BIN)/exgrpo train recipes/quickstart.yaml
+
+test: setup  ## the fast tests
+	$(PYTEST) -m "not slow" -n $(TEST_WORKERS)
+
+test-slow: setup  ## the slow tests: learning, real model, several processes
+	$(PYTEST) -m slow
+
+check: setup  ## lint, format, types, import layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: setup  ## write docs/metrics.md from the metrics in the code
+	$(BIN)/python -c 'from pathlib import Path; from exgrpo_megatron.metrics import metrics_markdown; Path("docs/metrics.md").write_text(metrics_markdown())'
+
+clean:  ## remove caches and build products (runs and .venv stay)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv:  ## remove .venv
+	rm -rf $(VENV)

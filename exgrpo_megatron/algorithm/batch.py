@@ -1,0 +1,119 @@
+"""From the groups of a step to the sequences of its optimiser steps, with every constant of the loss fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from exgrpo_kernels.reference import Objective
+
+from exgrpo_megatron.algorithm.advantages import group_advantages
+from exgrpo_megatron.config import Config, GRPOConfig, LossConfig
+from exgrpo_megatron.types import Group, TrainSequence
+
+
+def minibatches(groups: list[Group], num_minibatches: int, generator: np.random.Generator) -> list[list[Group]]:
+    """Shuffle the groups of a training step and deal them out whole, equally many to each optimiser step.
+
+    Raises:
+        ValueError: the groups cannot be divided equally.
+    """
+    size, rest = divmod(len(groups), num_minibatches)
+    if rest or not size:
+        raise ValueError(f"{len(groups)} groups cannot be dealt out equally to {num_minibatches} optimiser steps")
+    order = generator.permutation(len(groups))
+    return [[groups[i] for i in order[start : start + size]] for start in range(0, len(groups), size)]
+
+
+def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: int) -> list[TrainSequence]:
+    """All sequences of one optimiser step, in the order of the groups and their members.
+
+    `groups` is the global minibatch, that of all ranks together: the counts by which the loss is divided are taken
+    here, once, so that how the sequences are spread over ranks and micro-batches cannot change the loss.
+
+    Raises:
+        ValueError: groups of different sizes.
+    """
+    members = [member for group in groups for member in group.trajectories]
+    num_sequences = len(members)
+    num_tokens = sum(len(member.token_ids) for member in members)
+    entropy_weight = _entropy_weight(config.loss_fn, num_tokens)
+    width = config.policy.generation.max_new_tokens
+    questions = [group.question for group in groups for _ in group.trajectories]
+    return [
+        TrainSequence(
+            prompt_ids=question.prompt_ids,
+            response_ids=member.token_ids,
+            old_logprobs=member.logprobs,
+            advantage=advantage,
+            replayed=member.replayed,
+            policy_weight=1.0
+            / _divisor(config.loss_fn, len(member.token_ids), num_sequences, width, data_parallel_size),
+            entropy_weight=entropy_weight,
+        )
+        for question, member, advantage in zip(questions, members, _advantages(groups, config.grpo), strict=True)
+    ]
+
+
+def objective(config: Config, *, mixed: bool) -> Objective:
+    """The per-token objective of a step; `mixed`: replay is on."""
+    loss = config.loss_fn
+    return Objective(
+        clip=bool(loss.clip_in_mixed_phase) if mixed else True,
+        clip_min=loss.ratio_clip_min,
+        clip_max=loss.ratio_clip_max,
+        shaping=config.experience.shaping == "ratio",
+        shaping_beta=config.experience.shaping_beta,
+        max_abs_log_ratio=loss.max_abs_log_ratio,
+    )
+
+
+def balanced_shares(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices of the sequences each of `size` ranks takes, longest first.
+
+    The ranks get equally many sequences (to within one) and nearly as many tokens: going down from the longest,
+    each round of `size` sequences gives the longest one to the rank with the fewest tokens so far. Totals therefore
+    never differ by more than the longest sequence. Ties go to the lower index and the lower rank.
+    """
+    by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    shares: list[list[int]] = [[] for _ in range(size)]
+    totals = [0] * size
+    for start in range(0, len(by_length), size):
+        lightest_first = sorted(range(size), key=lambda rank: (totals[rank], rank))
+        for rank, index in zip(lightest_first, by_length[start : start + size], strict=False):
+            shares[rank].append(index)
+            totals[rank] += lengths[index]
+    return shares
+
+
+def _advantages(groups: list[Group], grpo: GRPOConfig) -> list[float]:
+    sizes = {group.size for group in groups}
+    if len(sizes) > 1:
+        raise ValueError(f"groups of one optimiser step must be of one size, found {sorted(sizes)}")
+    rewards = [[member.reward for member in group.trajectories] for group in groups]
+    advantages = group_advantages(
+        torch.tensor(rewards, dtype=torch.float64),
+        normalize=grpo.normalize_rewards,
+        leave_one_out=grpo.use_leave_one_out_baseline,
+    )
+    return advantages.flatten().tolist()
+
+
+def _divisor(loss: LossConfig, length: int, num_sequences: int, width: int, data_parallel_size: int) -> int:
+    """What a response token's policy term is divided by (`loss_fn.normalizer`)."""
+    match loss.normalizer:
+        case "global_width":
+            return width * num_sequences
+        case "per_answer_length":
+            return max(1, length) * num_sequences
+        case "rank_width":
+            return width * data_parallel_size
+    raise AssertionError(f"loss_fn.normalizer is unresolved: {loss.normalizer}")
+
+
+def _entropy_weight(loss: LossConfig, num_tokens: int) -> float:
+    """Weight of one token's entropy; 0 where the actor adds a mean of its own a micro-batch, or there is no bonus."""
+    if loss.entropy_bonus != "global_mean":
+        return 0.0
+    return loss.entropy_coeff / max(1, num_tokens)

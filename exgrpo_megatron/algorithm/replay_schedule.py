@@ -1,0 +1,52 @@
+"""When replay is on, and how many questions of a step are replayed."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from exgrpo_megatron.config import ExperienceConfig
+
+
+class ReplaySchedule:
+    """The delayed start: plain on-policy until one step's pass rate is high enough, replay from the next step on."""
+
+    def __init__(self, experience: ExperienceConfig) -> None:
+        self._experience = experience
+        self._on = experience.enabled and experience.start_pass_rate is None
+
+    @property
+    def on(self) -> bool:
+        """Whether the next step replays (and is therefore of the mixed phase)."""
+        return self._on
+
+    @property
+    def collecting(self) -> bool:
+        """Whether correct answers of the next step are to be stored."""
+        return self._experience.enabled and (self._on or self._experience.collect_from == "start")
+
+    def observe(self, pass_rate: float) -> bool:
+        """Take in the pass rate of the step just done; returns whether replay is on from now on.
+
+        Replay turns on when the rate is strictly above `experience.start_pass_rate`, and never off again.
+        """
+        threshold = self._experience.start_pass_rate
+        if self._experience.enabled and threshold is not None and pass_rate > threshold:
+            self._on = True
+        return self._on
+
+    def state_dict(self) -> dict[str, bool]:
+        return {"on": self._on}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        """Go on where another schedule stopped; a recipe that has switched replay off since keeps it off."""
+        self._on = state["on"] and self._experience.enabled
+
+
+def num_replayed(share: float, num_prompts: int, available: int) -> int:
+    """`min(floor(share * num_prompts), available)`, with the share taken as the decimal it was written as.
+
+    In binary floating point 0.29 * 100 is 28.999...; a recipe that says 0.29 of 100 means 29.
+    """
+    wanted = math.floor(Fraction(str(share)) * num_prompts)
+    return min(wanted, available)

@@ -1,0 +1,251 @@
+"""Composition root: from a recipe to the parts of a run. The only place that chooses implementations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
+from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config
+from exgrpo_conversion.mapping import manifest
+
+from exgrpo_megatron import __version__
+from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.config import Config, OptimizerConfig, SchedulerConfig
+from exgrpo_megatron.data.embedded_model import is_embedded, materialize
+from exgrpo_megatron.data.order import QuestionOrder
+from exgrpo_megatron.data.questions import QuestionSet, load_questions
+from exgrpo_megatron.data.sft import SFTBatches
+from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
+from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.evaluator import Evaluator
+from exgrpo_megatron.experience.buffer import ExperienceBuffer
+from exgrpo_megatron.parts import Parts, Verifier
+from exgrpo_megatron.rewards.verifier import MathVerifier
+from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
+from exgrpo_megatron.sft import SFTTrainer
+from exgrpo_megatron.types import Question
+
+if TYPE_CHECKING:
+    from exgrpo_megatron.policy.actor import MegatronActor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a run reads, checked before any weight is loaded."""
+
+    model_dir: Path
+    architecture: Architecture
+    tokenizer: PromptTokenizer
+    train: QuestionSet
+    validation: QuestionSet | None
+    sampling: SamplingParams
+
+    @property
+    def held_out(self) -> tuple[Question, ...]:
+        return self.validation.questions if self.validation else ()
+
+
+def load_inputs(config: Config, comm: Communicator) -> Inputs:
+    """Model configuration, tokenizer and questions; raises ConfigError, DataError for what the user must change."""
+    model_dir = base_model(config, comm)
+    architecture = read_architecture(model_dir)
+    _check_positions(config, architecture)
+    tokenizer_dir = Path(config.policy.tokenizer.name or model_dir)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise ConfigError(
+            f"policy.tokenizer.name = {str(tokenizer_dir)!r} has {tokenizer.vocab_size} tokens, more than the "
+            f"{architecture.vocab_size} of the model in {model_dir}"
+        )
+    stop = config.policy.generation.stop_token_ids or tokenizer.stop_token_ids(model_dir)
+    sampling = SamplingParams(
+        max_new_tokens=config.policy.generation.max_new_tokens,
+        temperature=config.policy.generation.temperature,
+        stop_token_ids=tuple(stop),
+    )
+    _check_stop_tokens(sampling, architecture)
+    train = load_questions(config.data.train, config.data, tokenizer, held_out=False)
+    held_out = config.data.validation
+    validation = load_questions(held_out, config.data, tokenizer, held_out=True) if held_out else None
+    _check_enough_questions(config, train)
+    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling)
+
+
+def base_model(config: Config, comm: Communicator) -> Path:
+    """The folder of policy.model_name; an embedded model is written into the run's folder first."""
+    name = config.policy.model_name
+    if not is_embedded(name):
+        if not Path(name).is_dir():
+            raise ConfigError(f"policy.model_name = {name!r}: no such model folder (and not an embedded: model)")
+        return Path(name)
+    folder = Path(config.logger.log_dir) / "model"
+    if comm.rank == 0:
+        materialize(name, folder, config.sft.seed)
+    comm.barrier()
+    return folder
+
+
+def read_architecture(model_dir: Path) -> Architecture:
+    """The architecture of a model folder whose weight files are complete; raises ConfigError."""
+    try:
+        architecture = Architecture.from_hf_config(read_config(model_dir))
+        HFReader(model_dir).check(manifest(architecture))
+    except (UnsupportedModelError, ModelFolderError) as error:
+        raise ConfigError(f"policy.model_name = {str(model_dir)!r}: {error}") from None
+    return architecture
+
+
+def build_actor(
+    config: Config,
+    model_dir: Path,
+    comm: Communicator,
+    *,
+    optimizer: OptimizerConfig,
+    scheduler: SchedulerConfig,
+    total_updates: int,
+) -> MegatronActor:
+    """The Megatron-Core actor with the weights of `model_dir`."""
+    from exgrpo_megatron.policy.actor import MegatronActor  # noqa: PLC0415
+
+    return MegatronActor(model_dir, config.policy, optimizer, scheduler, total_updates=total_updates, comm=comm)
+
+
+def build_rl_actor(config: Config, model_dir: Path, comm: Communicator) -> MegatronActor:
+    """The actor with the optimiser of the RL steps."""
+    megatron = config.policy.megatron_cfg
+    return build_actor(
+        config,
+        model_dir,
+        comm,
+        optimizer=megatron.optimizer,
+        scheduler=megatron.scheduler,
+        total_updates=config.grpo.max_num_steps * config.updates_per_step,
+    )
+
+
+def build_engine(config: Config, architecture: Architecture) -> RolloutEngine:
+    """The rollout engine named by policy.generation.backend, without weights yet."""
+    from exgrpo_megatron.rollout.torch_engine import TorchEngine  # noqa: PLC0415
+
+    return TorchEngine(architecture, max_batch_size=config.policy.generation.max_batch_size)
+
+
+def build_verifier(config: Config) -> MathVerifier:
+    """Math-Verify in worker processes."""
+    return MathVerifier(config.env.math)
+
+
+def build_parts(config: Config, inputs: Inputs, policy: MegatronActor, comm: Communicator) -> Parts:
+    """All parts of an RL run around an actor."""
+    assert config.data.epoch_order is not None
+    experience = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt)
+    return Parts(
+        config=config,
+        comm=comm,
+        policy=policy,
+        engine=build_engine(config, inputs.architecture),
+        verifier=build_verifier(config),
+        tokenizer=inputs.tokenizer,
+        order=QuestionOrder(inputs.train.questions, config.grpo.seed, config.data.epoch_order),
+        experience=experience,
+        train=inputs.train,
+        validation=inputs.held_out,
+        sampling=inputs.sampling,
+        model_dir=inputs.model_dir,
+    )
+
+
+def build_evaluator(
+    config: Config, inputs: Inputs, engine: RolloutEngine, verifier: Verifier, comm: Communicator
+) -> Evaluator | None:
+    """Evaluator of the validation questions; None where the recipe has none."""
+    if not inputs.held_out:
+        return None
+    return Evaluator(config.eval, inputs.held_out, engine, verifier, inputs.tokenizer, inputs.sampling, comm)
+
+
+def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTrainer, MegatronActor]:
+    """Supervised trainer and its actor, from the base model."""
+    batches = SFTBatches(config, inputs.tokenizer)
+    actor = build_actor(
+        config,
+        inputs.model_dir,
+        comm,
+        optimizer=config.sft.optimizer,
+        scheduler=config.sft.scheduler,
+        total_updates=config.sft.max_num_steps,
+    )
+    return SFTTrainer(actor, batches, comm, config.sft.max_num_steps), actor
+
+
+def warm_start_dir(config: Config, inputs: Inputs) -> Path:
+    """Where the warm start of this model, data and `sft:` section is kept; any change of them changes the name."""
+    sft = config.sft.model_dump(mode="json", exclude={"warm_start", "warm_start_dir"})
+    source = (config.sft.data or config.data.train).model_dump(mode="json")
+    policy = config.policy
+    identity = json.dumps(
+        {
+            "version": __version__,
+            "sft": sft,
+            "source": source,
+            "prompt": [config.data.system_prompt, config.data.prompt_template, config.data.max_input_seq_length],
+            "precision": [policy.precision, policy.max_grad_norm, policy.skip_grad_norm_above],
+            "length": policy.max_total_sequence_length,
+            "model": _folder_fingerprint(inputs.model_dir),
+        },
+        sort_keys=True,
+    )
+    name = policy.model_name.replace("embedded:", "").rstrip("/").rsplit("/", 1)[-1]
+    return Path(config.sft.warm_start_dir) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
+
+
+def _folder_fingerprint(folder: Path) -> list[object]:
+    files = sorted(path for path in folder.iterdir() if path.suffix in {".json", ".safetensors"})
+    return [[path.name, _file_digest(path)] for path in files]
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_positions(config: Config, architecture: Architecture) -> None:
+    wanted = config.policy.max_total_sequence_length
+    if wanted > architecture.max_positions:
+        raise ConfigError(
+            f"policy.max_total_sequence_length = {wanted} is more than the {architecture.max_positions} positions "
+            f"of the model (max_position_embeddings)"
+        )
+
+
+def _check_stop_tokens(sampling: SamplingParams, architecture: Architecture) -> None:
+    beyond = [token for token in sampling.stop_token_ids if token >= architecture.vocab_size]
+    if beyond:
+        raise ConfigError(
+            f"policy.generation.stop_token_ids: {beyond} are not below the vocabulary size {architecture.vocab_size}"
+        )
+
+
+def _check_enough_questions(config: Config, train: QuestionSet) -> None:
+    wanted = config.grpo.num_prompts_per_step
+    if wanted > len(train.questions):
+        raise ConfigError(
+            f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions "
+            f"left after the length filter ({len(train.dropped_too_long)} were too long)"
+        )
+
+
+def writable_folder(path: Path, key: str) -> Path:
+    """`path`, made if absent; raises ConfigError naming `key` where it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key} = {str(path)!r}: cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {str(path)!r}: not writable")
+    return path

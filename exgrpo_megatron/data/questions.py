@@ -1,0 +1,205 @@
+"""Question sets: read from a file or generated, checked, rendered as prompts, and filtered by length."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from exgrpo_megatron.config import DataConfig, DataSourceConfig
+from exgrpo_megatron.data import chain_arithmetic
+from exgrpo_megatron.data.rows import Row, read_rows
+from exgrpo_megatron.data.tokenizer import PromptTokenizer
+from exgrpo_megatron.errors import ConfigError, DataError
+from exgrpo_megatron.types import Question
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """The usable questions of one source, and what was left out."""
+
+    questions: tuple[Question, ...]
+    fingerprint: str
+    """Hash over ids, prompts' token ids and answers, in order: equal for equal training data only."""
+    source: str
+    """File or generator."""
+    dropped_too_long: tuple[str, ...]
+    """Ids of questions whose prompt is longer than data.max_input_seq_length."""
+    dropped_unwritable: tuple[str, ...]
+    """Ids of questions with characters the vocabulary lacks, or with the name of a special token."""
+    num_duplicates: int
+    """Rows dropped because question and answer had been there before."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        lengths = [len(question.prompt_ids) for question in self.questions]
+        return (
+            f"{len(self.questions)} questions from {self.source}, prompts of {min(lengths)} to {max(lengths)} tokens; "
+            f"left out: {len(self.dropped_too_long)} too long, {len(self.dropped_unwritable)} the tokenizer cannot "
+            f"write, {self.num_duplicates} duplicates; fingerprint {self.fingerprint}"
+        )
+
+
+def load_questions(
+    source: DataSourceConfig, data: DataConfig, tokenizer: PromptTokenizer, *, held_out: bool
+) -> QuestionSet:
+    """The questions of `data.train` (`held_out` False) or `data.validation` (True).
+
+    `held_out` also chooses the side of a generator, whose two sides share no question.
+
+    Raises:
+        DataError: at the first row that cannot be used, or where no question is left.
+        ConfigError: the tokenizer cannot write the system prompt or the prompt template.
+    """
+    check_prompt_texts(data, tokenizer)
+    key = "data.validation" if held_out else "data.train"
+    collected = _Collected(data, tokenizer)
+    for entry in _entries(source, key, held_out):
+        collected.add(entry)
+        if len(collected.questions) == source.max_questions:
+            break
+    return collected.finish(key, source.path or f"generator {source.generator}")
+
+
+def check_disjoint(train: QuestionSet, validation: QuestionSet) -> int:
+    """Number of validation questions whose text is also a training question's."""
+    texts = {question.text for question in train.questions}
+    return sum(question.text in texts for question in validation.questions)
+
+
+def check_prompt_texts(data: DataConfig, tokenizer: PromptTokenizer) -> None:
+    """Raise ConfigError where the text around every question would lose characters in tokenisation."""
+    around = {
+        "data.system_prompt": data.system_prompt or "",
+        "data.prompt_template": data.prompt_template.replace("{question}", ""),
+    }
+    for key, text in around.items():
+        if not tokenizer.can_write(text, special_tokens=True):
+            raise ConfigError(f"{key} = {text!r} has characters that the tokenizer of {tokenizer.folder} cannot write")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A question before it is rendered."""
+
+    id: str
+    text: str
+    answer: str
+    category: str | None
+    place: str
+
+
+@dataclass
+class _Collected:
+    """The questions so far."""
+
+    data: DataConfig
+    tokenizer: PromptTokenizer
+    questions: list[Question] = field(default_factory=list)
+    too_long: list[str] = field(default_factory=list)
+    unwritable: list[str] = field(default_factory=list)
+    num_duplicates: int = 0
+    by_id: dict[str, _Entry] = field(default_factory=dict)
+    by_text: dict[str, _Entry] = field(default_factory=dict)
+
+    def add(self, entry: _Entry) -> None:
+        if self._is_duplicate(entry):
+            self.num_duplicates += 1
+            return
+        self.by_id[entry.id] = self.by_text[entry.text] = entry
+        if not self.tokenizer.can_write(entry.text):
+            self.unwritable.append(entry.id)
+            return
+        prompt_ids = self.tokenizer.encode_prompt(entry.text, self.data.system_prompt, self.data.prompt_template)
+        if len(prompt_ids) > self.data.max_input_seq_length:
+            self.too_long.append(entry.id)
+            return
+        self.questions.append(Question(entry.id, prompt_ids, entry.answer, entry.text, entry.category))
+
+    def finish(self, key: str, source: str) -> QuestionSet:
+        if not self.questions:
+            raise DataError(
+                f"{key}: no question of {source} is left of {len(self.by_id)}: {len(self.too_long)} prompts are longer "
+                f"than data.max_input_seq_length = {self.data.max_input_seq_length} tokens (raise it), and "
+                f"{len(self.unwritable)} questions have characters that the tokenizer of {self.tokenizer.folder} "
+                f"cannot write (use another model or other questions)"
+            )
+        return QuestionSet(
+            questions=tuple(self.questions),
+            fingerprint=_fingerprint(self.questions),
+            source=source,
+            dropped_too_long=tuple(self.too_long),
+            dropped_unwritable=tuple(self.unwritable),
+            num_duplicates=self.num_duplicates,
+        )
+
+    def _is_duplicate(self, entry: _Entry) -> bool:
+        """True where the same question and answer are there; DataError where they contradict each other."""
+        same_text, same_id = self.by_text.get(entry.text), self.by_id.get(entry.id)
+        if same_text is not None and same_text.answer != entry.answer:
+            raise DataError(
+                f"{entry.place}: the same question as in {same_text.place} has another answer ({entry.answer!r}, not "
+                f"{same_text.answer!r}); correct or remove one of them"
+            )
+        if same_id is not None and same_id.text != entry.text:
+            raise DataError(
+                f"{entry.place}: the id {entry.id!r} is that of another question in {same_id.place}; ids must be "
+                f"unique (id_key null takes a hash of the question)"
+            )
+        return same_text is not None
+
+
+def _entries(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[_Entry]:
+    if source.path is None:
+        for chain in _generated(source, key, held_out):
+            yield _Entry(chain.text, chain.text, chain.answer, str(chain.num_terms), f"chain {chain.text}")
+        return
+    optional = [column for column in (source.id_key, source.category_key) if column is not None]
+    for row in read_rows(source.path, [source.question_key, source.answer_key, *optional], f"{key}.path"):
+        yield _entry_of_row(row, source)
+
+
+def _generated(source: DataSourceConfig, key: str, held_out: bool) -> list[chain_arithmetic.Chain]:
+    try:
+        return chain_arithmetic.generate(
+            source.generator_size, source.generator_seed, source.generator_difficulties, held_out=held_out
+        )
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
+def _entry_of_row(row: Row, source: DataSourceConfig) -> _Entry:
+    text = row.text(source.question_key)
+    category = None if source.category_key is None else row.text_or_number(source.category_key)
+    given_id = None if source.id_key is None else row.text_or_number(source.id_key)
+    return _Entry(
+        given_id or hashlib.sha256(text.encode()).hexdigest()[:16], text, _gold_answer(row, source), category, row.place
+    )
+
+
+def _gold_answer(row: Row, source: DataSourceConfig) -> str:
+    whole = row.text_or_number(source.answer_key)
+    if source.answer_marker is None:
+        return whole
+    _, marker, answer = whole.rpartition(source.answer_marker)
+    if not marker:
+        raise DataError(
+            f'{row.place}: answer_marker {source.answer_marker!r} does not occur in "{source.answer_key}"; correct the '
+            f"row, or answer_marker in the recipe"
+        )
+    if not answer.strip():
+        raise DataError(f'{row.place}: nothing follows {source.answer_marker!r} in "{source.answer_key}"; fill it in')
+    return answer.strip()
+
+
+def _fingerprint(questions: list[Question]) -> str:
+    digest = hashlib.sha256()
+    for question in questions:
+        parts = (question.id.encode(), question.prompt_ids.astype("<i4").tobytes(), question.answer.encode())
+        # Lengths keep apart what would be one string when joined.
+        digest.update(np.asarray([len(part) for part in parts], dtype="<i8").tobytes())
+        for part in parts:
+            digest.update(part)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,110 @@
+"""Pass rates on held-out questions: sampled at a temperature, and greedy; overall and by category."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from exgrpo_megatron.comm import Communicator, all_gather_concat
+from exgrpo_megatron.config import EvalConfig
+from exgrpo_megatron.data.tokenizer import PromptTokenizer
+from exgrpo_megatron.parts import Verifier
+from exgrpo_megatron.rollout.protocol import RolloutEngine, SampleRequest, SamplingParams
+from exgrpo_megatron.types import Question
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics by name, and one row a graded answer."""
+
+    metrics: dict[str, float]
+    answers: list[dict[str, object]]
+
+
+class Evaluator:
+    """Evaluates the weights an engine holds."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        questions: Sequence[Question],
+        engine: RolloutEngine,
+        verifier: Verifier,
+        tokenizer: PromptTokenizer,
+        sampling: SamplingParams,
+        comm: Communicator,
+    ) -> None:
+        self.config, self.questions, self.comm = config, list(questions), comm
+        self.engine, self.verifier, self.tokenizer = engine, verifier, tokenizer
+        self.sampling = sampling
+
+    def run(self) -> Evaluation:
+        """Samples, grades and averages; every rank evaluates its share and gets the whole result.
+
+        The samples depend on eval.seed and the weights only, so two evaluations of one model are equal.
+        """
+        config = self.config
+        rows = self._graded("t1", config.temperature, config.num_tests_per_prompt)
+        if config.greedy:
+            rows += self._graded("greedy", 0.0, 1)
+        sampled = [row for row in rows if row["mode"] == "t1"]
+        return Evaluation(
+            metrics={
+                **{name: value for mode in ("t1", "greedy") for name, value in _pass_rates(mode, rows).items()},
+                "validation/response_length": _mean([float(row["num_tokens"]) for row in sampled]),  # type: ignore[arg-type]
+                "validation/truncated": sum(row["stop_reason"] == "length" for row in rows),
+            },
+            answers=rows,
+        )
+
+    def _graded(self, mode: str, temperature: float, samples: int) -> list[dict[str, object]]:
+        mine = self.questions[self.comm.rank :: self.comm.size]
+        sampling = SamplingParams(self.sampling.max_new_tokens, temperature, self.sampling.stop_token_ids)
+        requests = [
+            SampleRequest(question.prompt_ids, tuple(self._seed(question.id, index) for index in range(samples)))
+            for question in mine
+        ]
+        pairs = [
+            (question, response)
+            for question, responses in zip(mine, self.engine.sample(requests, sampling), strict=True)
+            for response in responses
+        ]
+        texts = [self.tokenizer.decode(response.token_ids) for _, response in pairs]
+        golds = [question.answer for question, _ in pairs]
+        verdicts = self.verifier.grade(list(zip(texts, golds, strict=True)))
+        rows: list[dict[str, object]] = [
+            {
+                "mode": mode,
+                "question_id": question.id,
+                "category": question.category,
+                "question": question.text,
+                "answer": question.answer,
+                "response": text,
+                "reward": verdict.reward,
+                "status": verdict.status,
+                "stop_reason": response.stop_reason,
+                "num_tokens": len(response.token_ids),
+            }
+            for (question, response), text, verdict in zip(pairs, texts, verdicts, strict=True)
+        ]
+        return all_gather_concat(self.comm, rows)
+
+    def _seed(self, question_id: str, index: int) -> int:
+        digest = hashlib.blake2b(f"{self.config.seed}/{question_id}/{index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+
+def _pass_rates(mode: str, rows: list[dict[str, object]]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["mode"] == mode:
+            rewards[""].append(float(row["reward"]))  # type: ignore[arg-type]
+            if row["category"] is not None:
+                rewards[f"/{row['category']}"].append(float(row["reward"]))  # type: ignore[arg-type]
+    return {f"validation/pass_rate_{mode}{suffix}": _mean(values) for suffix, values in sorted(rewards.items())}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

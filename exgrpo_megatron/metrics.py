@@ -1,0 +1,324 @@
+"""Every metric a run writes, with unit and meaning, and the sinks that write them.
+
+Metrics are written by rank 0, once a step, from values already reduced over ranks. docs/metrics.md is generated from
+`METRICS` (`make docs`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exgrpo_megatron.errors import DataError, UserError
+
+logger = logging.getLogger(__name__)
+
+RATIO_STATS: dict[str, str] = {
+    "min": "smallest",
+    "p01": "1% quantile",
+    "p50": "median",
+    "p99": "99% quantile",
+    "max": "largest",
+    "ess": "effective sample size / tokens, (sum w)^2 / (n sum w^2), of the",
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What one metric counts."""
+
+    unit: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/pass_rate": Metric("share", "correct answers among all of the step, replayed ones included"),
+    "reward/pass_rate_fresh": Metric("share", "correct answers among those sampled in the step"),
+    "reward/correct": Metric("answers", "sampled answers that were correct"),
+    "reward/wrong": Metric("answers", "sampled answers with a readable final answer that was wrong"),
+    "reward/no_box": Metric("answers", "rejected: no closed \\boxed{}"),
+    "reward/not_literal": Metric("answers", "rejected: the box is no plain number or fraction"),
+    "reward/too_long": Metric("answers", "rejected: the boxed text is too long"),
+    "reward/timeout": Metric("answers", "given up: the verifier ran past its time and was killed"),
+    "reward/error": Metric("answers", "given up: the verifier failed or died"),
+    "groups/none_correct": Metric("share", "groups of the step without a correct answer (no gradient)"),
+    "groups/mixed": Metric("share", "groups of the step with a non-zero advantage"),
+    "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient)"),
+    "experience/replay_on": Metric("0 or 1", "1: the step was in the mixed phase"),
+    "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
+    "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
+    "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
+    "experience/retired": Metric("questions", "questions retired so far"),
+    "experience/retired_this_step": Metric("questions", "questions retired in the step"),
+    "experience/stored_this_step": Metric("answers", "correct answers stored in the step"),
+    "experience/refused": Metric("answers", "answers refused in the step: not one finite log-prob a token"),
+    "experience/scored_answers": Metric("answers", "stored answers of drawn questions scored to choose among them"),
+    "experience/padded_logprobs": Metric("tokens", "log-probs padded in the step (stored_answer: text only)"),
+    "experience/mean_age_steps": Metric("steps", "mean age of the replayed answers"),
+    "experience/bucket_<k>": Metric("questions", "questions in the buffer whose latest group had k correct"),
+    "policy/loss": Metric("", "loss, mean over the optimiser steps of the step"),
+    "policy/entropy": Metric("nats", "mean entropy over response tokens, before the update"),
+    "policy/grad_norm": Metric("", "global L2 norm of the gradient before clipping, largest of the step"),
+    "policy/learning_rate": Metric("", "learning rate of the last optimiser step"),
+    "policy/skipped_updates": Metric("updates", "optimiser steps skipped: norm not finite or above the bound"),
+    "policy/clip_share": Metric("share", "new response tokens whose gradient the PPO clip removed"),
+    "policy/clamped_ratios": Metric("tokens", "log-ratios beyond loss_fn.max_abs_log_ratio, clamped"),
+    "policy/version": Metric("", "version of the weights after the step"),
+    **{
+        f"ratio_fresh/{stat}": Metric("", f"{words} ratio w of new response tokens")
+        for stat, words in RATIO_STATS.items()
+    },
+    **{
+        f"ratio_replayed/{stat}": Metric("", f"{words} ratio w of replayed tokens, against their recorded log-probs")
+        for stat, words in RATIO_STATS.items()
+    },
+    "rollout/tokens": Metric("tokens", "response tokens sampled in the step"),
+    "rollout/response_length": Metric("tokens", "mean length of the sampled responses"),
+    "rollout/truncated": Metric("answers", "sampled responses cut off at the longest length"),
+    "rollout/tokens_per_s": Metric("tokens/s", "sampled response tokens over the time of the rollout"),
+    "data/epoch": Metric("epochs", "epoch, from 0, of the questions taken last"),
+    "data/questions_left": Metric("questions", "questions the next epoch will have (those retired from new ones are out)"),
+    "time/draw_s": Metric("s", "drawing the questions"),
+    "time/select_s": Metric("s", "scoring stored answers and choosing among them"),
+    "time/rollout_s": Metric("s", "sampling"),
+    "time/reward_s": Metric("s", "verifying answers"),
+    "time/old_logprobs_s": Metric("s", "recomputing the denominators of the ratio"),
+    "time/update_s": Metric("s", "forward, backward and optimiser"),
+    "time/push_s": Metric("s", "handing new weights to the rollout engine"),
+    "time/record_s": Metric("s", "recording groups into experience"),
+    "time/step_s": Metric("s", "the whole step, without evaluation and checkpoints"),
+    "validation/pass_rate_t1": Metric("share", "held-out pass rate of answers sampled at eval.temperature"),
+    "validation/pass_rate_greedy": Metric("share", "held-out pass rate of greedy decoding"),
+    "validation/response_length": Metric("tokens", "mean length of the sampled held-out responses"),
+    "validation/truncated": Metric("answers", "sampled held-out responses cut off at the longest length"),
+    "validation/pass_rate_t1/<category>": Metric("share", "the same, of one category of questions"),
+    "validation/pass_rate_greedy/<category>": Metric("share", "the same, of one category of questions"),
+    "sft/loss": Metric("nats", "supervised fine-tuning: mean negative log-prob of a target token"),
+    "sft/learning_rate": Metric("", "supervised fine-tuning: learning rate"),
+    "sft/grad_norm": Metric("", "supervised fine-tuning: global L2 norm of the gradient before clipping"),
+    "run/rss_gib": Metric("GiB", "resident memory of rank 0's process"),
+}
+"""By name. A name ending in `<...>` is a family: any ending in its place (digits only for `<k>`)."""
+
+
+def find_metric(name: str) -> Metric | None:
+    """The metric or family `name` belongs to; None for an unknown name."""
+    if "<" in name:
+        return None
+    if name in METRICS:
+        return METRICS[name]
+    for family, metric in METRICS.items():
+        prefix, mark, placeholder = family.partition("<")
+        ending = name.removeprefix(prefix)
+        if mark and ending and ending != name and (placeholder != "k>" or ending.isdecimal()):
+            return metric
+    return None
+
+
+class MetricSink(Protocol):
+    """Somewhere metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of one step; NaN and infinities may be among them."""
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what was written for later steps: a resumed run writes them again."""
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One JSON object a line, `{"step": n, name: value, ...}`, handed over when `write` returns; NaN and inf as null.
+
+    One step may have several lines (an evaluation, then the step); `read_metrics` joins them.
+    A half-written last line, left by a killed process, is dropped on opening.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the folder {path.parent}: {error.strerror}; set logger.log_dir") from error
+        if path.exists() and not _ends_with_newline(path):
+            _replace_text(path, "".join(_whole_lines(path)))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line; raises UserError where the disk refuses it."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise UserError(
+                f"cannot write metrics to {self.path}: {error.strerror}; make room, then run again"
+            ) from error
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, and a half-written last line; the file is replaced in one move."""
+        if self.path.exists():
+            lines = _whole_lines(self.path)
+            kept = [line for number, line in enumerate(lines, 1) if _parse(self.path, number, line)["step"] <= step]
+            _replace_text(self.path, "".join(kept))
+
+    def close(self) -> None:
+        return None
+
+
+class TensorBoardSink:
+    """TensorBoard scalars under the same names; NaN and infinities are left to TensorBoard, which marks them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+        self._purge_step: int | None = None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+            self._writer = SummaryWriter(log_dir=str(self.folder), purge_step=self._purge_step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """TensorBoard files only grow: a new one is begun that tells readers to hide later steps of the older ones."""
+        self.close()
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class MetricsLogger:
+    """Checks metrics and hands them to every sink."""
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self._sinks = tuple(sinks)
+        self.nonfinite_values = 0
+        """NaN and infinities seen so far; each is also warned of by name."""
+
+    def write(self, step: int, metrics: Mapping[str, float | np.number]) -> None:
+        """Write the metrics of `step`. Unknown names and values that are no real number are bugs (AssertionError)."""
+        values = {name: _checked(name, value) for name, value in metrics.items()}
+        for name in [name for name, value in values.items() if not math.isfinite(value)]:
+            self.nonfinite_values += 1
+            logger.warning("metric %s of step %d is %s", name, step, values[name])
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget later steps in every sink; call it once on resume, with the step of the checkpoint."""
+        for sink in self._sinks:
+            sink.truncate_after(step)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def ratio_summary(prefix: str, log_ratios: NDArray[np.floating]) -> dict[str, float]:
+    """Spread of w = exp(log ratio) as `<prefix>/<stat>`, for every stat of `RATIO_STATS`; nothing for no tokens.
+
+    `log_ratios` has shape [tokens]. The effective sample size is a share of n: 1 where all w are equal, 1/n where one
+    outweighs all others. It does not overflow, whatever the ratios; the others may reach infinity.
+    """
+    if log_ratios.size == 0:
+        return {}
+    exponents = log_ratios.astype(np.float64).ravel()
+    with np.errstate(over="ignore", invalid="ignore"):
+        ratios = np.exp(exponents)
+        # The share does not change when all w are divided by the largest, and then nothing overflows.
+        scaled = np.exp(exponents - exponents.max())
+        share = scaled.sum() ** 2 / (scaled.size * np.square(scaled).sum())
+        p01, p50, p99 = np.quantile(ratios, [0.01, 0.5, 0.99])
+    stats = {"min": ratios.min(), "p01": p01, "p50": p50, "p99": p99, "max": ratios.max(), "ess": share}
+    return {f"{prefix}/{stat}": float(value) for stat, value in stats.items()}
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """One dict a step, by step, with its "step"; several lines of a step are joined, the later value standing.
+
+    A value written as null is NaN. A half-written last line (the run is writing) is left out. Raises DataError with the
+    line for any other line that is no JSON object with a step.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(_whole_lines(path), 1):
+        record = _parse(path, number, line)
+        values = {name: math.nan if value is None else value for name, value in record.items()}
+        steps.setdefault(record["step"], {}).update(values)
+    return [steps[step] for step in sorted(steps)]
+
+
+def metrics_markdown() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Written once a step to `<run>/metrics.jsonl` (one JSON object a line, with `step`) and, unless turned off, to",
+        "TensorBoard under the same names. An evaluation has a line of its own with the step after which it ran (0:",
+        "before the first). A value that was not finite is `null`. A ratio is a token's w = exp(logp_new - logp_old).",
+        "",
+        "This file is generated: change `exgrpo_megatron/metrics.py`, then run `make docs`.",
+        "",
+        "| name | unit | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {metric.unit} | {metric.meaning} |" for name, metric in METRICS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _checked(name: str, value: float | np.number) -> float:
+    assert find_metric(name) is not None, f"unknown metric {name!r}: add it to METRICS"
+    assert isinstance(value, Real), f"metric {name} must be a real number, found {type(value).__name__}"
+    return int(value) if isinstance(value, (int, np.integer)) else float(value)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines of the file with their newline; one without it was cut off and is left out."""
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    return [line + "\n" for line in text.split("\n")[:-1]]
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON ({error.msg}); remove the line") from error
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise DataError(f"{path}, line {number}: not an object with a whole-number step; remove the line")
+    return record
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write aside, then rename: a full disk leaves the old file."""
+    aside = path.with_name(path.name + ".new")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}; make room, then run again") from error

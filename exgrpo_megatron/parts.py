@@ -1,0 +1,100 @@
+"""What the trainer is made of: protocols for the parts that have more than one implementation, and the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from exgrpo_kernels.reference import Objective
+from torch import Tensor
+
+from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.data.order import QuestionOrder
+from exgrpo_megatron.data.questions import QuestionSet
+from exgrpo_megatron.data.tokenizer import PromptTokenizer
+from exgrpo_megatron.experience.buffer import ExperienceBuffer
+from exgrpo_megatron.rewards.verifier import Verdict
+from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
+from exgrpo_megatron.types import Question, ScoredSequence, TokenIds, TrainSequence, UpdateResult
+
+
+class Policy(Protocol):
+    """The trained model, seen from one data-parallel rank."""
+
+    @property
+    def version(self) -> int:
+        """Optimiser steps applied so far."""
+
+    def score(self, sequences: list[tuple[TokenIds, TokenIds]], temperature: float) -> list[ScoredSequence]:
+        """Log-probs and entropies of this rank's (prompt, response) pairs."""
+
+    def update(
+        self,
+        sequences: list[TrainSequence],
+        objective: Objective,
+        *,
+        temperature: float,
+        micro_batch_entropy_coeff: float = 0.0,
+    ) -> UpdateResult:
+        """One optimiser step on every rank's share; collective."""
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights under Hugging Face names; collective."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class Verifier(Protocol):
+    """Grades responses against gold answers."""
+
+    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Verdicts of (response text, gold answer) pairs, in order."""
+
+    def close(self) -> None: ...
+
+
+class Reporter(Protocol):
+    """Shows progress; only rank 0 has one that prints."""
+
+    def step_line(self, metrics: Mapping[str, float]) -> None:
+        """One training step is done."""
+
+    def advance(self, text: str = "") -> None:
+        """One supervised step is done."""
+
+    def note(self, text: str) -> None:
+        """A line that stands by itself."""
+
+
+class SilentReporter:
+    """The reporter of the other ranks."""
+
+    def step_line(self, metrics: Mapping[str, float]) -> None: ...
+
+    def advance(self, text: str = "") -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a run needs, built by `build.py`."""
+
+    config: Config
+    comm: Communicator
+    policy: Policy
+    engine: RolloutEngine
+    verifier: Verifier
+    tokenizer: PromptTokenizer
+    order: QuestionOrder
+    experience: ExperienceBuffer
+    train: QuestionSet
+    validation: tuple[Question, ...]
+    sampling: SamplingParams
+    model_dir: Path
+    """Hugging Face folder the run started from; tokenizer and configuration of the export."""

@@ -1,0 +1,256 @@
+"""Recipes on disk: loading, `defaults:`, `key=value` overrides, error messages, and the tables the CLI prints."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.errors import ConfigError
+
+NEMO_RL_ADVICE = {
+    "cluster.segment_size": "leave it out; placement is the launcher's",
+    "grpo.adv_estimator": "use grpo.normalize_rewards and grpo.use_leave_one_out_baseline",
+    "grpo.async_grpo": "leave it out; rollouts and training take turns",
+    "grpo.batch_multiplier": "leave it out; use grpo.num_prompts_per_step",
+    "grpo.max_num_epochs": "use grpo.max_num_steps",
+    "grpo.max_val_samples": "use data.validation.max_questions",
+    "grpo.overlong_filtering": "not supported yet; truncated answers get reward 0 and are counted",
+    "grpo.reward_scaling": "leave it out; rewards are 0 or 1",
+    "grpo.reward_shaping": "not supported yet; truncated answers get reward 0 and are counted",
+    "grpo.use_dynamic_sampling": "leave it out; experience.replay_ratio raises the share of mixed groups",
+    "grpo.val_batch_size": "leave it out; policy.generation.max_batch_size bounds the batch",
+    "logger.mlflow_enabled": "not supported yet; metrics.jsonl and TensorBoard are written",
+    "logger.wandb_enabled": "not supported yet; metrics.jsonl and TensorBoard are written",
+    "loss_fn.reference_policy_kl_penalty": "leave it out; ExGRPO has no reference model",
+    "loss_fn.token_level_loss": "use loss_fn.normalizer",
+    "loss_fn.use_importance_sampling_correction": "not supported yet; use loss_fn.old_logprobs",
+    "checkpointing.keep_top_k": "use checkpointing.keep_last_n; the best one is always kept",
+    "data.max_input_seq_len": "use data.max_input_seq_length",
+    "data.dataset_name": "use data.train.path",
+    "data.train_data_path": "use data.train.path",
+    "data.val_data_path": "use data.validation.path",
+    "policy.dtensor_cfg": "leave it out; the actor is Megatron-Core (policy.megatron_cfg)",
+    "policy.dynamic_batching": "not supported yet; use policy.train_micro_batch_size",
+    "policy.generation.colocated": "leave it out; training and rollouts share the processes",
+    "policy.generation.top_k": "leave it out; recorded log-probs need the whole distribution",
+    "policy.generation.top_p": "leave it out; recorded log-probs need the whole distribution",
+    "policy.generation.vllm_cfg": "not supported yet; policy.generation.backend is embedded",
+    "policy.hf_config_overrides": "edit config.json in policy.model_name",
+    "policy.megatron_cfg.enabled": "leave it out; the actor is always Megatron-Core",
+    "policy.optimizer": "use policy.megatron_cfg.optimizer",
+    "policy.scheduler": "use policy.megatron_cfg.scheduler",
+    "policy.sequence_packing": "not supported yet; use policy.train_micro_batch_size",
+    "policy.megatron_cfg.optimizer.clip_grad": "use policy.max_grad_norm",
+    "sft.max_num_epochs": "use sft.max_num_steps",
+}
+"""Keys NeMo-RL users may bring that have no place here, with what to do instead."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The recipe at `path`, its `defaults:` beneath it and the `key=value` overrides on top; raises ConfigError."""
+    raw = _read_with_defaults(Path(path), ())
+    for override in overrides:
+        _apply_override(raw, override)
+    return parse_recipe(raw, source=str(path))
+
+
+def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Config:
+    """A plain nested dictionary as a checked Config; raises ConfigError that names every faulty key."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in lines)])) from None
+
+
+def dump_recipe(config: Config) -> str:
+    """The resolved recipe as YAML; loading it again gives an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One recipe key, as `exgrpo options` shows it."""
+
+    name: str
+    default: str
+    unit: str
+    meaning: str
+
+
+def options() -> list[Option]:
+    """Every recipe key in the order of the schema."""
+    return list(_walk(Config, ""))
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """`key: old -> new` for every leaf that differs between two resolved recipes."""
+    lines = []
+    for name in {**old, **new}:
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += changed_keys(before, after, f"{prefix}{name}.")
+        elif before != after:
+            lines.append(f"{prefix}{name}: {before} -> {after}")
+    return lines
+
+
+def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str, str]]:
+    """What the recipe's numbers mean, in questions, answers, sequences and tokens."""
+    grpo, policy = config.grpo, config.policy
+    answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    replayed = int(config.experience.replay_ratio * grpo.num_prompts_per_step) if config.experience.enabled else 0
+    per_rank = -(-policy.train_global_batch_size // data_parallel_size)
+    return [
+        ("questions a step", f"{grpo.num_prompts_per_step}, of which at most {replayed} replayed"),
+        ("answers a question (K)", f"{grpo.num_generations_per_prompt}; a replayed question samples one less"),
+        ("sequences trained a step", f"{answers}"),
+        ("rollouts a step", f"{answers} without replay, at least {answers - replayed} with it"),
+        ("sequences an optimiser step", f"{policy.train_global_batch_size}"),
+        ("optimiser steps a step", f"{config.updates_per_step}"),
+        ("optimiser steps in all", f"{config.updates_per_step * grpo.max_num_steps}"),
+        (
+            "micro-batches an optimiser step",
+            f"{-(-per_rank // policy.train_micro_batch_size)} on each of {data_parallel_size} data-parallel rank(s), "
+            f"of at most {policy.train_micro_batch_size} sequences",
+        ),
+        ("tokens in one sequence, at most", f"{policy.max_total_sequence_length}"),
+        ("response tokens a step, at most", f"{answers * policy.generation.max_new_tokens:,}"),
+        ("answers in the whole run", f"{answers * grpo.max_num_steps:,}, replayed ones included"),
+    ]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key written twice in one mapping: the first value would be lost silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            name = self.construct_object(key_node, deep=True)
+            if isinstance(name, str) and name in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {name!r} stands twice in one section")
+            seen.add(name if isinstance(name, str) else str(name))
+        return super().construct_mapping(node, deep)
+
+
+def _read_with_defaults(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
+    """The file merged over the files its `defaults:` names (relative to it)."""
+    if path.resolve() in parents:
+        raise ConfigError(f"{path}: defaults form a circle: {' -> '.join(map(str, [*parents, path.resolve()]))}")
+    raw = _read_yaml(path)
+    names = raw.pop("defaults", [])
+    merged: dict[str, Any] = {}
+    for name in [names] if isinstance(names, str) else names:
+        merged = _merge(merged, _read_with_defaults(path.parent / str(name), (*parents, path.resolve())))
+    return _merge(merged, raw)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such recipe file{_nearby_recipes(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a recipe: {error}") from None
+    try:
+        raw = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections, found {type(raw).__name__}")
+    return raw
+
+
+def _nearby_recipes(path: Path) -> str:
+    found = sorted(str(file) for file in Path("recipes").glob("*.yaml"))
+    near = difflib.get_close_matches(str(path), found, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
+    *sections, last = name.split(".")
+    here = raw
+    for section in sections:
+        inner = here.get(section)
+        here[section] = dict(inner) if isinstance(inner, dict) else {}
+        here = here[section]
+    here[last] = value
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as `key = value: rule`."""
+    dotted = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return _unknown_key(dotted)
+    if item["type"] == "missing":
+        return f"{dotted}: required, but not set"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{dotted}: {message}" if dotted else message
+    meaning = next((option.meaning for option in options() if option.name == dotted), "")
+    return f"{dotted} = {item['input']!r}: {message}{f' ({meaning})' if meaning else ''}"
+
+
+def _unknown_key(dotted: str) -> str:
+    for name, advice in NEMO_RL_ADVICE.items():
+        if dotted == name or dotted.startswith(name + "."):
+            return f"{dotted}: not a key of this recipe: {advice}"
+    known = [option.name for option in options()]
+    near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.0)
+    same_leaf = [name for name in known if name.split(".")[-1] == dotted.split(".")[-1]]
+    hint = same_leaf[0] if same_leaf else near[0]
+    return f"{dotted}: unknown key; nearest: {hint} (all keys: exgrpo options)"
+
+
+def _walk(section: type[BaseModel], prefix: str) -> Iterator[Option]:
+    for name, field in section.model_fields.items():
+        nested = _nested_section(field)
+        if nested is not None:
+            yield from _walk(nested, f"{prefix}{name}.")
+        else:
+            extra = field.json_schema_extra
+            unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
+            yield Option(prefix + name, _default_text(field), unit, field.description or "")
+
+
+def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
+    for candidate in _alternatives(field.annotation):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _alternatives(annotation: Any) -> Iterable[Any]:
+    return get_args(annotation) or (annotation,)
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined or field.default is ...:
+        return "required"
+    return "null" if field.default is None else str(field.default)

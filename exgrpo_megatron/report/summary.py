@@ -1,0 +1,74 @@
+"""What a run shows at its end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from exgrpo_megatron.report.console import format_duration
+
+HEADLINES = {"pass_rate_t1": "sampled", "pass_rate_greedy": "greedy"}
+"""Held-out pass rates shown, by their name under `validation/`."""
+
+
+def run_summary(
+    *,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    paths: Mapping[str, Path | None],
+    next_command: str,
+    elapsed_s: float | None = None,
+    temperature: float = 1.0,
+    console: Console | None = None,
+) -> None:
+    """Print how the held-out pass rate moved, where everything lies, and what to try next.
+
+    `before` and `after` are `validation/...` metrics, empty where there was no evaluation; `paths` by what they hold,
+    such as {"dashboard": Path(...)}, None for what was not written.
+    """
+    console = console or Console()
+    title = "finished" if elapsed_s is None else f"finished in {format_duration(elapsed_s)}"
+    console.print(Panel(pass_rate_table(before, after, temperature), title=title, expand=False, padding=(1, 2)))
+    # Outside the panel, which would break long paths: these lines are there to be copied.
+    width = max(map(len, [*paths, "next"]))
+    lines = {
+        **{what: "not written" if path is None else str(path) for what, path in paths.items()},
+        "next": next_command,
+    }
+    for what, text in lines.items():
+        console.print(f"{what:<{width}}  [bold]{escape(text)}[/]", soft_wrap=True, highlight=False)
+
+
+def pass_rate_table(before: Mapping[str, float], after: Mapping[str, float], temperature: float) -> RenderableType:
+    """Held-out pass rates before and after, over all questions and by category."""
+    if not after and not before:
+        return Text("no held-out questions: set data.validation and grpo.val_period to see a pass rate here")
+    table = Table(title="held-out pass rate", title_justify="left", box=None, pad_edge=False)
+    table.add_column("questions")
+    names = {name: f"T={temperature:g}" if name == "pass_rate_t1" else word for name, word in HEADLINES.items()}
+    for word in names.values():
+        table.add_column(f"{word} before", justify="right")
+        table.add_column("after", justify="right", style="bold")
+    table.add_row("all", *_cells(before, after, ""))
+    for category in categories({**before, **after}):
+        table.add_row(escape(category), *_cells(before, after, f"/{category}"))
+    return table
+
+
+def categories(metrics: Mapping[str, float]) -> list[str]:
+    """The categories pass rates are given for; numbers in their order (2 before 10)."""
+    prefixes = tuple(f"validation/{name}/" for name in HEADLINES)
+    found = {name.removeprefix(prefix) for name in metrics for prefix in prefixes if name.startswith(prefix)}
+    return sorted(found, key=lambda name: [(not part.isdecimal(), part.zfill(20)) for part in re.split(r"(\d+)", name)])
+
+
+def _cells(before: Mapping[str, float], after: Mapping[str, float], ending: str) -> list[str]:
+    values = [side.get(f"validation/{name}{ending}") for name in HEADLINES for side in (before, after)]
+    return ["-" if value is None else f"{value:.1%}" for value in values]

@@ -1,0 +1,159 @@
+"""The numbers of one training step, reduced over data-parallel ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import psutil
+
+from exgrpo_megatron.experience.buffer import RecordReport
+from exgrpo_megatron.metrics import ratio_summary
+from exgrpo_megatron.parts import Parts
+from exgrpo_megatron.rewards.alarm import verdict_counts
+from exgrpo_megatron.rewards.verifier import Verdict
+from exgrpo_megatron.types import Group, LossTerms, Trajectory, UpdateResult
+
+PHASES = ("draw", "select", "rollout", "reward", "old_logprobs", "update", "push", "record")
+
+
+@dataclass
+class StepClock:
+    """Wall-clock seconds of each phase of one step, on this rank."""
+
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to the phase."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - begin
+
+    def metrics(self) -> dict[str, float]:
+        named = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+        return {**named, "time/step_s": time.perf_counter() - self.started}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What `Trainer.step` did, the same on every rank but for the terms inside `updates`."""
+
+    groups: list[Group]
+    verdicts: list[Verdict]
+    """Of the new answers."""
+    updates: list[UpdateResult]
+    report: RecordReport
+    replay_ages: list[int]
+    """Steps since each replayed answer was stored."""
+    num_scored: int
+    num_padded: int
+    mixed: bool
+    skipped_updates: int
+
+
+def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str, float]:
+    """Every metric of the step, by its name in `metrics.METRICS`; collective over data-parallel ranks."""
+    timing = clock.metrics()
+    return {
+        **_reward_metrics(record),
+        **_group_metrics(record.groups),
+        **_experience_metrics(parts, record),
+        **_policy_metrics(parts, record),
+        **_rollout_metrics(record.groups, timing["time/rollout_s"]),
+        "data/epoch": parts.order.epoch,
+        "data/questions_left": parts.order.num_active,
+        "run/rss_gib": psutil.Process().memory_info().rss / 2**30,
+        **timing,
+    }
+
+
+def pass_rate(groups: list[Group]) -> float:
+    """Share of correct members over all groups, replayed members included."""
+    members = [member for group in groups for member in group.trajectories]
+    return sum(member.reward > 0 for member in members) / len(members)
+
+
+def _new_answers(groups: list[Group]) -> list[Trajectory]:
+    return [member for group in groups for member in group.trajectories if not member.replayed]
+
+
+def _reward_metrics(record: StepRecord) -> dict[str, float]:
+    fresh = _new_answers(record.groups)
+    return {
+        "reward/pass_rate": pass_rate(record.groups),
+        "reward/pass_rate_fresh": sum(member.reward > 0 for member in fresh) / len(fresh),
+        **{f"reward/{status}": count for status, count in verdict_counts(record.verdicts).items()},
+    }
+
+
+def _group_metrics(groups: list[Group]) -> dict[str, float]:
+    none = sum(group.num_correct == 0 for group in groups)
+    full = sum(group.num_correct == group.size for group in groups)
+    total = len(groups)
+    return {
+        "groups/none_correct": none / total,
+        "groups/mixed": (total - none - full) / total,
+        "groups/all_correct": full / total,
+    }
+
+
+def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
+    experience, ages = parts.experience, record.replay_ages
+    sizes = Counter(experience.bucket_sizes())
+    members = parts.config.grpo.num_generations_per_prompt
+    return {
+        "experience/replay_on": float(record.mixed),
+        "experience/replayed_questions": len(ages),
+        "experience/buffer_questions": experience.num_questions,
+        "experience/stored_answers": experience.num_answers,
+        "experience/retired": len(experience.retired),
+        "experience/retired_this_step": len(record.report.retired),
+        "experience/stored_this_step": record.report.stored,
+        "experience/refused": len(record.report.refused),
+        "experience/scored_answers": record.num_scored,
+        "experience/padded_logprobs": record.num_padded,
+        **({"experience/mean_age_steps": float(np.mean(ages))} if ages else {}),
+        **{f"experience/bucket_{count}": sizes[count] for count in range(1, members)},
+    }
+
+
+def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
+    """Mean over the step's optimiser steps; ratios over all of their tokens."""
+    updates = record.updates
+    terms = _joined([part for update in parts.comm.all_gather([u.terms for u in updates]) for part in update])
+    fresh = ~terms.replayed
+    bound = parts.config.loss_fn.max_abs_log_ratio
+    return {
+        "policy/loss": float(np.mean([update.loss for update in updates])),
+        "policy/entropy": float(terms.entropy.mean()),
+        "policy/grad_norm": max(update.grad_norm for update in updates),
+        "policy/learning_rate": updates[-1].learning_rate,
+        "policy/skipped_updates": record.skipped_updates,
+        "policy/clip_share": float(terms.clipped[fresh].mean()) if fresh.any() else 0.0,
+        "policy/clamped_ratios": int((np.abs(terms.log_ratio) > bound).sum()),
+        "policy/version": parts.policy.version,
+        **ratio_summary("ratio_fresh", terms.log_ratio[fresh]),
+        **ratio_summary("ratio_replayed", terms.log_ratio[terms.replayed]),
+    }
+
+
+def _joined(parts: list[LossTerms]) -> LossTerms:
+    names = ("log_ratio", "entropy", "advantage", "replayed", "clipped")
+    return LossTerms(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def _rollout_metrics(groups: list[Group], seconds: float) -> dict[str, float]:
+    fresh = _new_answers(groups)
+    tokens = sum(len(member.token_ids) for member in fresh)
+    return {
+        "rollout/tokens": tokens,
+        "rollout/response_length": tokens / len(fresh),
+        "rollout/truncated": sum(member.stop_reason == "length" for member in fresh),
+        "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
+    }

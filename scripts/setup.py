@@ -1,0 +1,126 @@
+"""Makes the virtual environment and installs the project with the pinned versions of requirements/.
+
+Standard library only. `make setup` calls it; by hand:
+
+    python3.11 scripts/setup.py --venv .venv [--torch-index URL]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MINIMUM_PYTHON = (3, 11)
+TORCH = "torch==2.13.0"
+
+
+class SetupError(Exception):
+    """A step that failed; the message is the one line the user reads last."""
+
+
+def main() -> int:
+    """Exit code 0 when the environment is complete, 2 when a step failed."""
+    arguments = _parse_arguments()
+    try:
+        install(arguments.venv.resolve(), arguments.torch_index)
+    except SetupError as error:
+        _say(f"setup failed: {error}")
+        return 2
+    return 0
+
+
+def install(folder: Path, torch_index: str | None) -> None:
+    """Create `folder` where absent and install torch, the lock, then this project into it.
+
+    Running it again over a half-made environment completes it.
+    """
+    if sys.version_info < MINIMUM_PYTHON:
+        raise SetupError(
+            f"Python {sys.version.split()[0]} found; {MINIMUM_PYTHON[0]}.{MINIMUM_PYTHON[1]} or newer is needed"
+        )
+    lock = ROOT / "requirements" / ("gpu.lock" if has_nvidia_gpu() else "cpu.lock")
+    _say(f"Python {sys.version.split()[0]}, {'an NVIDIA GPU' if lock.stem == 'gpu' else 'no GPU'} seen: {lock.name}")
+    _create_environment(folder)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    torch_source = ["--index-url", torch_index] if torch_index else []
+    _run(f"installing {TORCH} (the largest part)", [*pip, "install", *torch_source, TORCH])
+    _run(
+        f"installing the {_count_pins(lock)} pinned packages of {lock.name}",
+        [*pip, "install", "--no-deps", "-r", str(lock)],
+    )
+    # The pinned setuptools builds the project, so nothing unpinned is fetched for the build.
+    project = ["--no-deps", "--no-build-isolation", "-e", str(ROOT)]
+    _run("installing exgrpo-megatron (editable)", [*pip, "install", *project])
+    _run("checking that all declared requirements agree", [*pip, "check"])
+    _say(f"ready: {_shown(folder)}/bin/exgrpo")
+
+
+def has_nvidia_gpu() -> bool:
+    """True where the NVIDIA driver shows a GPU: `nvidia-smi -L` lists one, or its device file is there."""
+    if Path("/dev/nvidia0").exists():
+        return True
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return False
+    listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
+    return listing.returncode == 0 and "GPU " in listing.stdout
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the virtual environment")
+    parser.add_argument(
+        "--torch-index", default=None, help="package index to take torch from, such as one with CPU-only wheels"
+    )
+    return parser.parse_args()
+
+
+def _create_environment(folder: Path) -> None:
+    if (folder / "bin" / "python").exists() and (folder / "bin" / "pip").exists():
+        return
+    _say(f"making the virtual environment {_shown(folder)}")
+    try:
+        venv.create(folder, with_pip=True, clear=folder.exists())
+    except (subprocess.CalledProcessError, ImportError) as error:
+        raise SetupError(
+            f"this Python cannot make virtual environments with pip (python3-venv missing?): {error}"
+        ) from error
+    except OSError as error:
+        raise SetupError(f"cannot write {folder}: {error}") from error
+
+
+def _run(what: str, command: list[str]) -> None:
+    """Run one step quietly; show its whole output only where it fails."""
+    _say(f"{what} ...")
+    start = time.monotonic()
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode != 0:
+        sys.stdout.write(result.stdout)
+        raise SetupError(f"{what}: exit code {result.returncode} (output above); mend the cause and run it again")
+    _say(f"    {time.monotonic() - start:.0f} s")
+
+
+def _count_pins(lock: Path) -> int:
+    lines = [line.strip() for line in lock.read_text().splitlines()]
+    included = sum(_count_pins(lock.parent / line[3:].strip()) for line in lines if line.startswith("-r "))
+    return included + sum("==" in line and not line.startswith("#") for line in lines)
+
+
+def _shown(folder: Path) -> Path:
+    """`folder` as short as it can be written from here."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"[setup] {line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

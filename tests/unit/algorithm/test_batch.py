@@ -1,0 +1,153 @@
+"""Loss constants, minibatches and shares by rank, against hand calculations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from exgrpo_megatron.algorithm.batch import balanced_shares, minibatches, objective, train_sequences
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.types import Group, Question, Trajectory
+
+GENERATOR_SET = {"generator": "chain_arithmetic"}
+WIDTH = 96
+
+
+def config(**sections: Any) -> Config:
+    raw = {"data": {"train": GENERATOR_SET}, "policy": {"model_name": "m"}, **sections}
+    loaded = Config.model_validate(raw)
+    assert loaded.policy.generation.max_new_tokens == WIDTH
+    return loaded
+
+
+def member(length: int, reward: float, replayed: bool = False) -> Trajectory:
+    ids = np.arange(length, dtype=np.int32)
+    return Trajectory(ids, -0.1 * ids.astype(np.float32), reward, replayed, "stop", policy_version=3)
+
+
+def group(name: str, *members: Trajectory) -> Group:
+    return Group(Question(name, np.array([1, 2], dtype=np.int32), "42"), members)
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    """Four sequences with 10 + 20 + 30 + 40 = 100 response tokens."""
+    return [group("a", member(10, 1.0), member(20, 0.0)), group("b", member(30, 0.0), member(40, 1.0, replayed=True))]
+
+
+def test_sequences_carry_their_group_members_in_order(groups: list[Group]):
+    sequences = train_sequences(groups, config(), data_parallel_size=1)
+    assert [len(sequence.response_ids) for sequence in sequences] == [10, 20, 30, 40]
+    assert [sequence.advantage for sequence in sequences] == [0.5, -0.5, -0.5, 0.5]
+    assert [sequence.replayed for sequence in sequences] == [False, False, False, True]
+    last = groups[1].trajectories[1]
+    assert sequences[3].old_logprobs is last.logprobs
+    assert sequences[3].response_ids is last.token_ids
+    assert sequences[3].num_tokens == 42
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "data_parallel_size", "divisors"),
+    [
+        ("global_width", 1, [4 * 96] * 4),
+        ("global_width", 2, [4 * 96] * 4),
+        ("per_answer_length", 2, [4 * 10, 4 * 20, 4 * 30, 4 * 40]),
+        ("rank_width", 1, [96] * 4),
+        ("rank_width", 2, [2 * 96] * 4),
+    ],
+)
+def test_each_normalizer_divides_by_what_it_says(
+    groups: list[Group], normalizer: str, data_parallel_size: int, divisors: list[int]
+):
+    sequences = train_sequences(
+        groups, config(loss_fn={"normalizer": normalizer}), data_parallel_size=data_parallel_size
+    )
+    assert [sequence.policy_weight for sequence in sequences] == pytest.approx([1 / divisor for divisor in divisors])
+
+
+def test_rank_width_sums_over_sequences_as_the_released_code_does():
+    """Released code: n identical full-width sequences of advantage and ratio 1 have loss -1, -2, -64 for n=1, 2, 64."""
+    for pairs in (1, 2, 64):
+        full = [group(str(i), member(WIDTH, 1.0), member(WIDTH, 0.0)) for i in range(pairs)]
+        sequences = train_sequences(full, config(loss_fn={"normalizer": "rank_width"}), data_parallel_size=1)
+        loss_at_ratio_and_advantage_one = -sum(s.policy_weight * WIDTH for s in sequences)
+        assert loss_at_ratio_and_advantage_one == pytest.approx(-2 * pairs)
+
+
+@pytest.mark.parametrize(("bonus", "weight"), [("global_mean", 0.001 / 100), ("per_micro_batch", 0.0), ("none", 0.0)])
+def test_the_entropy_weight_is_the_coefficient_over_the_response_tokens_of_the_optimiser_step(
+    groups: list[Group], bonus: str, weight: float
+):
+    sequences = train_sequences(groups, config(loss_fn={"entropy_bonus": bonus}), data_parallel_size=2)
+    assert [sequence.entropy_weight for sequence in sequences] == pytest.approx([weight] * 4)
+
+
+def test_advantages_follow_the_recipe(groups: list[Group]):
+    """Two members, one correct: unbiased deviation is sqrt(0.5), so 0.5 / 0.7071; leave-one-out doubles to 1."""
+    normalized = train_sequences(groups, config(grpo={"normalize_rewards": True}), data_parallel_size=1)
+    assert normalized[0].advantage == pytest.approx(0.5**0.5)
+    left_out = train_sequences(groups, config(grpo={"use_leave_one_out_baseline": True}), data_parallel_size=1)
+    assert left_out[0].advantage == pytest.approx(1.0)
+
+
+def test_groups_of_different_sizes_are_refused(groups: list[Group]):
+    with pytest.raises(ValueError, match=r"of one size, found \[2, 3\]"):
+        train_sequences(
+            [*groups, group("c", member(1, 0.0), member(1, 0.0), member(1, 1.0))], config(), data_parallel_size=1
+        )
+
+
+@pytest.mark.parametrize(("variant", "clip_in_mixed"), [("paper", True), ("code", False), ("corrected", False)])
+def test_new_tokens_are_clipped_on_policy_and_in_the_mixed_phase_as_the_variant_says(variant: str, clip_in_mixed: bool):
+    loaded = config(variant=variant)
+    assert objective(loaded, mixed=False).clip
+    assert objective(loaded, mixed=True).clip is clip_in_mixed
+
+
+def test_the_objective_takes_its_constants_from_the_recipe():
+    loaded = config(
+        loss_fn={"ratio_clip_min": 0.3, "ratio_clip_max": 0.28, "max_abs_log_ratio": 5.0},
+        experience={"shaping": "none", "shaping_beta": 0.2},
+    )
+    got = objective(loaded, mixed=True)
+    assert (got.kind, got.clip_min, got.clip_max, got.max_abs_log_ratio) == ("ratio", 0.3, 0.28, 5.0)
+    assert (got.shaping, got.shaping_beta) == (False, 0.2)
+    assert objective(config(), mixed=True).shaping
+
+
+def test_minibatches_partition_the_groups_and_depend_only_on_the_generator():
+    eight = [group(str(i), member(1, 0.0), member(1, 1.0)) for i in range(8)]
+    halves = minibatches(eight, 2, np.random.default_rng(5))
+    again = minibatches(eight, 2, np.random.default_rng(5))
+    names = [[g.question.id for g in half] for half in halves]
+    assert [len(half) for half in names] == [4, 4]
+    assert sorted(names[0] + names[1]) == [str(i) for i in range(8)]
+    assert names == [[g.question.id for g in half] for half in again]
+    assert names[0] + names[1] != [str(i) for i in range(8)]
+
+
+@pytest.mark.parametrize(("num_groups", "parts"), [(8, 3), (0, 2)])
+def test_groups_that_do_not_divide_are_refused(num_groups: int, parts: int):
+    some = [group(str(i), member(1, 0.0), member(1, 1.0)) for i in range(num_groups)]
+    with pytest.raises(ValueError, match="cannot be dealt out equally"):
+        minibatches(some, parts, np.random.default_rng(0))
+
+
+def test_shares_are_balanced_by_hand():
+    """Longest first in rounds of two: 9|8, then 7 to the lighter (8) and 6 to 9, then the tie 15|15 to rank 0."""
+    assert balanced_shares([6, 9, 1, 8, 7], 2) == [[1, 0, 2], [3, 4]]
+
+
+def test_shares_cover_all_sequences_equally_many_and_within_one_longest_sequence():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size = int(rng.integers(1, 9))
+        lengths = rng.integers(1, 500, int(rng.integers(0, 60))).tolist()
+        shares = balanced_shares(lengths, size)
+        assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
+        counts = [len(share) for share in shares]
+        totals = [sum(lengths[index] for index in share) for share in shares]
+        assert max(counts) - min(counts) <= 1
+        assert max(totals) - min(totals) <= max(lengths, default=0)

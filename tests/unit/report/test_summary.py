@@ -1,0 +1,66 @@
+"""The panel at the end of a run."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from exgrpo_megatron.report.summary import categories, run_summary
+
+BEFORE = {
+    "validation/pass_rate_t1": 0.2,
+    "validation/pass_rate_greedy": 0.21,
+    "validation/pass_rate_greedy/10": 0.1,
+    "validation/pass_rate_greedy/2": 0.4,
+    "validation/response_length": 11.0,
+}
+AFTER = {
+    "validation/pass_rate_t1": 0.704,
+    "validation/pass_rate_greedy": 0.9167,
+    "validation/pass_rate_greedy/10": 0.8,
+    "validation/pass_rate_greedy/2": 1.0,
+    "validation/pass_rate_t1/2": 0.99,
+}
+
+
+def summary(**changed: object) -> list[str]:
+    console = Console(file=io.StringIO(), width=80)
+    given = {"before": BEFORE, "after": AFTER, "paths": {}, "next_command": "exgrpo report runs/a", **changed}
+    run_summary(**given, console=console)  # type: ignore[arg-type]
+    assert isinstance(console.file, io.StringIO)
+    return [line.strip(" │") for line in console.file.getvalue().splitlines()]
+
+
+def rows(lines: list[str]) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in lines if line.endswith(("%", "-"))}
+
+
+def test_pass_rates_stand_before_and_after_over_all_and_by_category():
+    lines = summary()
+    assert "questions  T=1 before  after  greedy before   after" in lines
+    assert rows(lines) == {
+        "all": ["20.0%", "70.4%", "21.0%", "91.7%"],
+        "2": ["-", "99.0%", "40.0%", "100.0%"],
+        "10": ["-", "-", "10.0%", "80.0%"],
+    }
+
+
+def test_categories_with_numbers_stand_in_the_order_of_the_numbers():
+    names = ["10 terms", "2 terms", "algebra", "geometry/plane"]
+    assert categories({f"validation/pass_rate_t1/{name}": 0.0 for name in reversed(names)}) == [
+        "2 terms",
+        "10 terms",
+        "algebra",
+        "geometry/plane",
+    ]
+
+
+def test_paths_and_the_next_command_are_whole_lines_to_copy():
+    path = Path("runs") / ("long" * 30) / "dashboard.png"
+    lines = summary(paths={"dashboard": path, "HF export": None}, elapsed_s=187.0)
+    assert lines[-3:] == [f"dashboard  {path}", "HF export  not written", "next       exgrpo report runs/a"]
+    assert "finished in 3m07s" in lines[0]
+
+
+def test_a_run_without_held_out_questions_says_how_to_get_a_pass_rate():
+    assert any("no held-out questions: set data.validation" in line for line in summary(before={}, after={}))

@@ -1,0 +1,129 @@
+"""Recipes: what is accepted, what is refused, and that every refusal names its key, value and rule."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from exgrpo_megatron.config import VARIANTS
+from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.recipe import changed_keys, derived_table, dump_recipe, load_recipe, options, parse_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+MINIMAL = {"data": {"train": {"generator": "chain_arithmetic"}}, "policy": {"model_name": "embedded:chain-qwen2"}}
+
+
+def recipe_with(**sections):
+    return {**{name: dict(value) for name, value in MINIMAL.items()}, **sections}
+
+
+def refusal(raw_or_overrides, tmp_path):
+    if isinstance(raw_or_overrides, dict):
+        with pytest.raises(ConfigError) as caught:
+            parse_recipe(raw_or_overrides)
+    else:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(MINIMAL))
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(path, raw_or_overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_recipe_loads_and_survives_a_dump(path):
+    config = load_recipe(path)
+    assert parse_recipe(yaml.safe_load(dump_recipe(config))) == config
+
+
+@pytest.mark.parametrize("variant", ["paper", "code", "corrected"])
+def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
+    config = parse_recipe(recipe_with(variant=variant))
+    assert config.variant_table() == {name: values[variant] for name, values in VARIANTS.items()}
+    one = parse_recipe(recipe_with(variant=variant, experience={"bucket_weight": "linear"}))
+    assert one.experience.bucket_weight == "linear"
+    assert one.loss_fn == config.loss_fn
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["experience.replay_ration=0.5"], ["experience.replay_ration", "nearest: experience.replay_ratio"]),
+        (["policy.lr=1"], ["policy.lr", "policy.megatron_cfg.optimizer.lr"]),
+        (["grpo.num_prompts_per_step=0"], ["grpo.num_prompts_per_step = 0", "greater than or equal to 1"]),
+        (["policy.train_global_batch_size=100"], ["= 100", "grpo.num_generations_per_prompt = 8"]),
+        (["policy.train_global_batch_size=96"], ["32 * 8", "policy.train_global_batch_size = 96"]),
+        (["data.max_input_seq_length=600"], ["600 + 96", "policy.max_total_sequence_length = 608"]),
+        (["policy.megatron_cfg.tensor_model_parallel_size=2"], ["tensor_model_parallel_size = 2", "not supported yet"]),
+        (["policy.generation.vllm_cfg.gpu_memory_utilization=0.6"], ["policy.generation.vllm_cfg", "not supported yet"]),
+        (["policy.generation.top_p=0.9"], ["policy.generation.top_p", "recorded log-probs"]),
+        (["grpo.max_num_epochs=2"], ["grpo.max_num_epochs", "use grpo.max_num_steps"]),
+        (["experience.replay_ratio=.nan"], ["experience.replay_ratio", "finite number"]),
+        (["data.prompt_template=solve"], ["prompt_template", "{question}", "'solve'"]),
+        (["data.train.path=x.jsonl"], ["data.train", "x.jsonl", "chain_arithmetic"]),
+        (["grpo.seed"], ["'grpo.seed'", "section.key=value"]),
+        (["variant=papper"], ["variant = 'papper'", "'corrected', 'paper' or 'code'"]),
+    ],
+)
+def test_a_bad_value_names_its_key_value_and_rule(overrides, parts, tmp_path):
+    message = refusal(overrides, tmp_path)
+    for part in parts:
+        assert part in message
+
+
+def test_several_faults_are_reported_together(tmp_path):
+    message = refusal(["grpo.seed=-1", "loss_fn.ratio_clip=0.1"], tmp_path)
+    assert "grpo.seed = -1" in message
+    assert "loss_fn.ratio_clip: unknown key" in message
+
+
+def test_a_recipe_file_that_cannot_be_used_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such recipe file"):
+        load_recipe(tmp_path / "absent.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("grpo: [")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: not valid YAML"):
+        load_recipe(broken)
+    broken.write_text("- a list")
+    with pytest.raises(ConfigError, match="mapping of sections, found list"):
+        load_recipe(broken)
+    broken.write_text("grpo:\n  seed: 1\n  seed: 2\n")
+    with pytest.raises(ConfigError, match="line 3: key 'seed' stands twice"):
+        load_recipe(broken)
+    broken.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as a recipe"):
+        load_recipe(broken)
+
+
+def test_defaults_are_merged_beneath_the_recipe_and_circles_are_refused(tmp_path):
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(recipe_with(grpo={"seed": 5, "max_num_steps": 7})))
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: base.yaml\ngrpo: {max_num_steps: 9}\n")
+    config = load_recipe(child, ["grpo.val_period=3"])
+    assert (config.grpo.seed, config.grpo.max_num_steps, config.grpo.val_period) == (5, 9, 3)
+    (tmp_path / "base.yaml").write_text("defaults: child.yaml\n")
+    with pytest.raises(ConfigError, match="circle"):
+        load_recipe(child)
+
+
+def test_the_derived_table_counts_questions_sequences_and_updates():
+    # By hand: 128 questions x 8 answers = 1024 sequences, 2 optimiser steps of 512; 64 replayed save 64 rollouts.
+    raw = recipe_with(grpo={"num_prompts_per_step": 128, "max_num_steps": 700})
+    raw["policy"]["train_global_batch_size"] = 512
+    table = dict(derived_table(parse_recipe(raw), data_parallel_size=4))
+    assert table["sequences trained a step"] == "1024"
+    assert table["rollouts a step"] == "1024 without replay, at least 960 with it"
+    assert table["optimiser steps a step"] == "2"
+    assert table["optimiser steps in all"] == "1400"
+    assert table["micro-batches an optimiser step"].startswith("2 on each of 4")
+
+
+def test_every_option_has_a_meaning_and_numbers_have_units_or_are_plain():
+    listed = options()
+    assert len(listed) == len({option.name for option in listed}) > 80
+    assert all(option.meaning for option in listed)
+
+
+def test_changed_keys_lists_each_leaf_with_both_values():
+    old = {"grpo": {"seed": 1, "max_num_steps": 5}, "variant": "paper"}
+    new = {"grpo": {"seed": 2, "max_num_steps": 5}, "variant": "code"}
+    assert changed_keys(old, new) == ["grpo.seed: 1 -> 2", "variant: paper -> code"]

@@ -1,0 +1,155 @@
+"""Stop and resume: bit for bit the run that was not interrupted, and refusals that lose nothing."""
+
+import json
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+from scripted import ScriptedEngine, make_config, right, write_questions, wrong
+
+from exgrpo_megatron import build
+from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.parts import SilentReporter
+from exgrpo_megatron.session import StopSignal, TrainingRun
+
+
+class StopAfter(SilentReporter):
+    """Asks for a stop, as SIGTERM does, once `steps` steps are done."""
+
+    def __init__(self, stop, steps):
+        self.stop, self.left, self.notes = stop, steps, []
+
+    def step_line(self, metrics):
+        self.left -= 1
+        self.stop.requested = self.left == 0
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def answers(question_id, samples, version):
+    """By the weights' version: right answers of changing form, one at first and two from version 3 on; the rest wrong."""
+    good = [right(question_id, version % 3), right(question_id, (version + 1) % 3)][: 1 + (version >= 3)]
+    return [*good, *[wrong(question_id)] * (samples - len(good))]
+
+
+@pytest.fixture
+def run_steps(monkeypatch, data_parallel):
+    """Runs a recipe for a number of steps (resuming if it can); returns the run and what it noted."""
+
+    def run(config, steps):
+        inputs = build.load_inputs(config, data_parallel)
+
+        def engine_of(config, architecture):
+            # The script follows the weights' version, so that a resume must restore it.
+            engine = ScriptedEngine(inputs.tokenizer, inputs.train.questions, None)
+            engine.script = lambda name, samples: answers(name, samples, engine.policy_version)
+            return engine
+
+        monkeypatch.setattr(build, "build_engine", engine_of)
+        stop = StopSignal()
+        reporter = StopAfter(stop, steps)
+        training = TrainingRun(config, inputs, inputs.model_dir, data_parallel, reporter)
+        training.run(stop)
+        return training, reporter.notes
+
+    return run
+
+
+def weights(training):
+    return dict(training.actor.export_weights())
+
+
+def untimed(path):
+    """Metrics without those that time or memory decide."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(("time/", "run/", "rollout/tokens_per"))}
+        for record in read_metrics(path)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start_pass_rate", "replayed"), [(None, [0, 2, 2, 2, 2, 2]), (0.3, [0, 0, 0, 0, 2, 2])], ids=["replay on", "off"]
+)
+def test_three_steps_a_stop_and_three_more_equal_six(tmp_path, run_steps, start_pass_rate, replayed):
+    # Steps 1-3 have one right of four, step 4 two: with the start at 0.3, replay begins with step 5, after the stop.
+    options = {"experience": {"start_pass_rate": start_pass_rate}, "checkpointing": {"export_hf": False}}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+    config = make_config(whole, **options)
+    straight, _ = run_steps(config, 6)
+    config = make_config(cut, **options)
+    first, _ = run_steps(config, 3)
+    assert first.trainer.last_step == 3
+    second, notes = run_steps(config, 3)
+    assert second.trainer.last_step == 6
+    assert any("resuming from" in note for note in notes)
+
+    metrics = untimed(whole / "run" / "metrics.jsonl")
+    assert [record["experience/replayed_questions"] for record in metrics] == replayed
+    expected = weights(straight)
+    for name, tensor in weights(second).items():
+        assert bool((tensor == expected[name]).all()), name
+    assert untimed(cut / "run" / "metrics.jsonl") == metrics
+    ours, theirs = (folder / "run" / "checkpoints" / "step_000006" for folder in (cut, whole))
+    for file in (theirs / "experience").glob("*.parquet"):
+        assert pq.read_table(ours / "experience" / file.name).equals(pq.read_table(file))
+    left, right_ = (json.loads((folder / "state.json").read_text()) for folder in (ours, theirs))
+    assert {**left, "recipe": None} == {**right_, "recipe": None}
+
+
+def test_a_resume_on_changed_data_is_refused_with_both_fingerprints(tmp_path, run_steps, data_parallel):
+    config = make_config(tmp_path, checkpointing={"export_hf": False})
+    run_steps(config, 1)
+    state = json.loads((tmp_path / "run/checkpoints/step_000001/state.json").read_text())
+    write_questions(tmp_path / "questions.jsonl", 13)
+    now = build.load_inputs(config, data_parallel).train.fingerprint
+    with pytest.raises(CheckpointError) as caught:
+        run_steps(config, 1)
+    message = str(caught.value)
+    assert state["data_fingerprint"] in message
+    assert now in message
+    assert "logger.log_dir" in message
+    write_questions(tmp_path / "questions.jsonl", 12)
+    resumed, _ = run_steps(config, 1)
+    assert resumed.trainer.last_step == 2
+
+
+def test_changed_recipe_keys_are_named_on_resume(tmp_path, run_steps):
+    run_steps(make_config(tmp_path, checkpointing={"export_hf": False}), 1)
+    changed = make_config(tmp_path, checkpointing={"export_hf": False}, loss_fn={"entropy_coeff": 0.5})
+    _, notes = run_steps(changed, 1)
+    assert "the recipe changed since then: loss_fn.entropy_coeff: 0.001 -> 0.5" in notes
+
+
+def test_only_the_last_n_checkpoints_and_the_best_are_kept(tmp_path, run_steps):
+    config = make_config(tmp_path, checkpointing={"export_hf": False, "save_period": 1, "keep_last_n": 2})
+    training, _ = run_steps(config, 4)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step_000003", "step_000004"]
+    assert training.store.best() is None
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones(tmp_path, run_steps, monkeypatch):
+    config = make_config(tmp_path, checkpointing={"export_hf": False})
+    training, _ = run_steps(config, 1)
+
+    def full_disk(folder):
+        (folder / "policy").mkdir()
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        training.store.save(2, {}, full_disk)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_an_unfinished_checkpoint_is_not_resumed_from(tmp_path, run_steps):
+    config = make_config(tmp_path, checkpointing={"export_hf": False})
+    run_steps(config, 1)
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(folder / "step_000001", folder / "step_000009.incomplete")
+    (folder / "step_000008").mkdir()
+    resumed, _ = run_steps(config, 1)
+    assert resumed.trainer.last_step == 2
