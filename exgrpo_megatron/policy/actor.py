@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from exgrpo_megatron.policy import backend, checkpoint

@@ -65,6 +65,16 @@ class _TorchOnCpu(ModuleType):
         return value
 
 
+class _NoStream:
+    """A stream that has always finished: CPU operations are over when they return."""
+
+    def wait_stream(self, _: Any) -> None:
+        return None
+
+    def wait_event(self, _: Any) -> None:
+        return None
+
+
 class _CudaOnCpu(ModuleType):
     """The module `torch.cuda` as `megatron.core` sees it: one device, the CPU, and its generator."""
 
@@ -85,6 +95,9 @@ class _CudaOnCpu(ModuleType):
 
     def empty_cache(self) -> None:
         return None
+
+    def current_stream(self, *_: Any) -> _NoStream:
+        return _NoStream()
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

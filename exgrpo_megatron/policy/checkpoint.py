@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from exgrpo_conversion.architecture import Architecture
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedObject
@@ -30,6 +29,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

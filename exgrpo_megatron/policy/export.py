@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from exgrpo_conversion.errors import ModelFolderError
-from exgrpo_conversion.hf_folder import CONFIG_FILE, write_hf_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from exgrpo_conversion.errors import ModelFolderError
+from exgrpo_conversion.hf_folder import CONFIG_FILE, write_hf_folder
 from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.policy.actor import MegatronActor
 from exgrpo_megatron.types import TokenIds
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Largest accepted difference of a log-prob (nats) between the exported model and the trainer, by dtype of the weights."""
+"""Largest accepted difference of a log-prob (nats) between the export and the trainer, by dtype of the weights."""
 
 _TEXTS = ("What is 12 + 7 - 5?", "Let x = 3/4.\nThen \\boxed{x^2} is  9/16 — ok?")
 

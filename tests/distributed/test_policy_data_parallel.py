@@ -14,8 +14,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "unit" / "policy")]
 
-from launch import launch
-from policy_models import max_difference, random_sequences, save_model
+from launch import launch  # noqa: E402
+from policy_models import max_difference, random_sequences, save_model  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = HERE / "policy_data_parallel.py"
@@ -56,6 +56,21 @@ def test_two_ranks_continue_what_one_rank_saved(
     results, weights = run(folder, 2, "uneven", str(folder / "saved_by_one"))
     assert [item["loss"] for item in results] == pytest.approx([item["loss"] for item in expected], abs=1e-5)
     assert max_difference(weights, expected_weights) < 1e-5
+
+
+def test_groups_can_be_left_and_made_again(tmp_path: Path) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "from exgrpo_megatron.config import ClusterConfig, PolicyConfig\n"
+        "from exgrpo_megatron.policy.distributed import initialize\n"
+        "for _ in range(2):\n"
+        "    group = initialize(PolicyConfig(model_name='unused'), ClusterConfig(), seed=0)\n"
+        "    print(group.all_gather(group.rank), group.broadcast(group.rank))\n"
+        "    group.barrier()\n"
+        "    group.shutdown()\n"
+    )
+    for output in launch(script, 2):
+        assert output.count("[0, 1] 0") == 2
 
 
 def test_a_failing_rank_is_reported_with_its_output(tmp_path: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from exgrpo_kernels.reference import Objective
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from policy_models import make_actor, max_difference, random_sequences, save_model
 
+from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.config import OptimizerConfig, SchedulerConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.policy.actor import MegatronActor
@@ -89,8 +90,23 @@ def test_a_folder_in_use_is_not_written_over(tmp_path: Path, group: DataParallel
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, group: DataParallel) -> None:
     save_model("qwen2", tmp_path / "model")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot make the checkpoint folder .*file/saved"):
+    with pytest.raises(CheckpointError, match=r"cannot make the checkpoint folder .*file/saved"):
         make_actor(tmp_path / "model", group).save(tmp_path / "file" / "saved")
+
+
+def test_a_full_disk_is_reported(tmp_path: Path, group: DataParallel) -> None:
+    """A limit on the size of a file stands for a disk that fills up while the weights are written."""
+    save_model("qwen2", tmp_path / "model")
+    actor = make_actor(tmp_path / "model", group)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*check free space"):
+            actor.save(tmp_path / "saved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(CheckpointError, match="a save was interrupted"):
+        actor.load(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("damage", ["empty", "no metadata", "cut short", "absent"])

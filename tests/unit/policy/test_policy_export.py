@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from exgrpo_kernels.reference import Objective
 from policy_models import FAMILIES, make_actor, random_sequences, save_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.policy.actor import MegatronActor
 from exgrpo_megatron.policy.distributed import DataParallel

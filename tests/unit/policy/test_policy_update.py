@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exgrpo_kernels.reference import Objective
 from policy_models import (
     FAMILIES,
     hf_state,
@@ -22,6 +21,7 @@ from policy_models import (
     save_model,
 )
 
+from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.config import OptimizerConfig, SchedulerConfig
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.policy.distributed import DataParallel
@@ -153,7 +153,7 @@ def test_old_logprobs_must_fit_the_response(tmp_path: Path, group: DataParallel)
     save_model("qwen2", tmp_path)
     item = random_sequences(1)[0]
     short = replace(item, old_logprobs=item.old_logprobs[:-1])
-    with pytest.raises(ValueError, match="sequence 0 has .* old log-probs for"):
+    with pytest.raises(ValueError, match=r"sequence 0 has .* old log-probs for"):
         make_actor(tmp_path, group).update([short], Objective(), temperature=1.0)
 
 
