@@ -2,5 +2,7 @@
 
 import warnings
 
-# On import Megatron-Core says in six warnings that optional libraries are absent; `exgrpo doctor` says it once.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+# On import Megatron-Core says in six warnings that optional libraries are absent (`exgrpo doctor` says it once), and on
+# every save and load that it calls torch by names which torch is about to change.
+for _category in (UserWarning, FutureWarning):
+    warnings.filterwarnings("ignore", category=_category, module=r"(megatron|torch\.distributed\.checkpoint)\.")

@@ -1,4 +1,4 @@
-"""The trained policy: a Megatron-Core model that scores sequences, takes optimiser steps, and can be saved and exported."""
+"""The trained policy: a Megatron-Core model that scores sequences, takes optimiser steps, is saved and exported."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from exgrpo_megatron.policy import backend, checkpoint
-from exgrpo_megatron.policy.batch import MicroBatch, TokenConstants, in_input_order, micro_batches, pairs, token_constants
+from exgrpo_megatron.policy.batch import (
+    MicroBatch,
+    TokenConstants,
+    in_input_order,
+    micro_batches,
+    pairs,
+    token_constants,
+)
 from exgrpo_megatron.policy.model import hf_weights, load_model, sum_gradients
 from exgrpo_megatron.policy.optimizer import apply_gradients, build_optimizer, build_scheduler
 from exgrpo_megatron.types import LossTerms, ScoredSequence, TokenIds, TrainSequence, UpdateResult

@@ -23,7 +23,7 @@ import torch
 
 
 def install() -> None:
-    """Make Megatron-Core usable on this machine. Call before anything of `megatron.core` runs; repeating is harmless."""
+    """Make Megatron-Core usable on this machine. Call before anything of it runs; repeating is harmless."""
     if torch.cuda.is_available() or any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     stand_in = _TorchOnCpu()
@@ -65,6 +65,16 @@ class _TorchOnCpu(ModuleType):
         return value
 
 
+class _NoStream:
+    """A stream that has always finished: CPU operations are over when they return."""
+
+    def wait_stream(self, _: Any) -> None:
+        return None
+
+    def wait_event(self, _: Any) -> None:
+        return None
+
+
 class _CudaOnCpu(ModuleType):
     """The module `torch.cuda` as `megatron.core` sees it: one device, the CPU, and its generator."""
 
@@ -86,6 +96,9 @@ class _CudaOnCpu(ModuleType):
     def empty_cache(self) -> None:
         return None
 
+    def current_stream(self, *_: Any) -> _NoStream:
+        return _NoStream()
+
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
@@ -104,7 +117,10 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
         self._searching = False
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 (the protocol's)
+        target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
         if self._searching or not fullname.startswith(_PACKAGE):
             return None
@@ -114,7 +130,7 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
         finally:
             self._searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then_adapt(spec.loader.exec_module, self._stand_in)  # type: ignore[method-assign]
+            spec.loader.exec_module = _then_adapt(spec.loader.exec_module, self._stand_in)  # type: ignore[method-assign, assignment]
         return spec
 
 
@@ -139,7 +155,7 @@ def _adapt(module: ModuleType, stand_in: _TorchOnCpu) -> None:
 
 
 def _answer_cuda_type_names(holder: Any, name: str) -> None:
-    """Wrap the function `holder.name` (a class method stays one) so that tensors spell their type the CUDA way in it."""
+    """Wrap `holder.name` (a class method stays one): while it runs, tensors spell their type the CUDA way."""
     stored = vars(holder)[name]
     function = stored.__func__ if isinstance(stored, classmethod) else stored
 

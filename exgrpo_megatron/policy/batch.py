@@ -25,7 +25,7 @@ class MicroBatch:
     """Inputs: each sequence without its last token."""
     predicts_response: Bool[Tensor, "rows positions"]
     """True where the next token is a response token."""
-    targets: Int[Tensor, "tokens"]
+    targets: Int[Tensor, " tokens"]
     """The response tokens."""
 
 
@@ -33,16 +33,14 @@ class MicroBatch:
 class TokenConstants:
     """What the objective needs beside the model's log-probs, for each response token of a micro-batch."""
 
-    old_logprobs: Float[Tensor, "tokens"]
-    advantages: Float[Tensor, "tokens"]
-    replayed: Bool[Tensor, "tokens"]
-    policy_weights: Float[Tensor, "tokens"]
-    entropy_weights: Float[Tensor, "tokens"]
+    old_logprobs: Float[Tensor, " tokens"]
+    advantages: Float[Tensor, " tokens"]
+    replayed: Bool[Tensor, " tokens"]
+    policy_weights: Float[Tensor, " tokens"]
+    entropy_weights: Float[Tensor, " tokens"]
 
 
-def micro_batches(
-    sequences: Sequence[tuple[TokenIds, TokenIds]], size: int, device: torch.device
-) -> list[MicroBatch]:
+def micro_batches(sequences: Sequence[tuple[TokenIds, TokenIds]], size: int, device: torch.device) -> list[MicroBatch]:
     """(prompt, response) pairs in micro-batches of `size`, longest first so that neighbours have like lengths.
 
     Raises:

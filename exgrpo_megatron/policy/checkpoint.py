@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from exgrpo_conversion.architecture import Architecture
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedObject
@@ -30,6 +29,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,9 @@ def load(folder: Path, state: Checkpointed) -> int:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
     """
     broken = f"cannot read the checkpoint {folder}"
+    for name in (".metadata", "metadata.json"):  # written last
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
     with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
         about = dist_checkpointing.load_common_state_dict(str(folder)).get("about", {})
         _refuse_other(folder, about, state)
@@ -142,7 +145,9 @@ def _refuse_other(folder: Path, about: dict[str, Any], state: Checkpointed) -> N
     if found != FORMAT:
         raise CheckpointError(f"{folder} is no checkpoint of this program's format {FORMAT} (found {found})")
     mine, its = asdict(state.architecture), about["architecture"]
-    differences = [f"{key}: checkpoint {its.get(key)!r}, model {mine[key]!r}" for key in mine if its.get(key) != mine[key]]
+    differences = [
+        f"{key}: checkpoint {its.get(key)!r}, model {mine[key]!r}" for key in mine if its.get(key) != mine[key]
+    ]
     if about["precision"] != state.precision:
         differences.append(f"precision: checkpoint {about['precision']!r}, recipe {state.precision!r}")
     if differences:
@@ -168,7 +173,7 @@ def _restore_optimizer(state: Checkpointed, loaded: dict[str, Any] | None) -> No
 def _rng_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 (libraries draw from it)
+        "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "megatron": get_cuda_rng_tracker().get_states(),
@@ -177,7 +182,7 @@ def _rng_state() -> dict[str, Any]:
 
 def _set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

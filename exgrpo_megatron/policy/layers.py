@@ -52,14 +52,14 @@ class CausalAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
+        layer_number: int,  # noqa: ARG002 (Megatron passes it)
+        attn_mask_type: Any,  # noqa: ARG002
         attention_type: str,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert attention_type == "self" and config.attention_dropout == 0 and config.context_parallel_size == 1
+        assert (attention_type, config.attention_dropout, config.context_parallel_size) == ("self", 0, 1)
         self._scale = softmax_scale
 
     def forward(
@@ -68,15 +68,15 @@ class CausalAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: Any = None,  # noqa: ARG002
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[positions, batch, heads, head_dim] (keys and values: [.., kv_heads, ..]) to [positions, batch, heads * head_dim].
+        """[positions, batch, heads, head_dim] to [positions, batch, heads * head_dim]; keys and values have kv_heads.
 
         Sequences are padded on the right, so the causal mask alone keeps real positions from seeing padding.
         """
-        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        assert all(unsupported is None for unsupported in (attention_mask, attention_bias, packed_seq_params))
         positions, batch, _, _ = query.shape
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         attended = F.scaled_dot_product_attention(

@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
 from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.hf_folder import HFReader, read_config
@@ -23,12 +29,6 @@ from exgrpo_conversion.mapping import (
     to_hf,
     to_megatron,
 )
-from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
-
 from exgrpo_megatron.config import PolicyConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.policy.layers import decoder_spec

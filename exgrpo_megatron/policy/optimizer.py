@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
