@@ -201,4 +201,12 @@ def _as_checkpoint_error(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, KeyError, CheckpointingException, dcp.CheckpointException) as error:
-        raise CheckpointError(f"{what}: {error or type(error).__name__}; {advice}") from error
+        raise CheckpointError(f"{what}: {_reason(error)}; {advice}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line; torch's collected failures come as the traceback of every rank."""
+    if isinstance(error, dcp.CheckpointException):
+        failed_rank, (first, _) = next(iter(error.failures.items()))
+        return f"rank {failed_rank}: {_reason(first)}"
+    return str(error) or type(error).__name__

@@ -101,7 +101,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, group: DataParallel) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*check free space"):
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*/saved: .*; check free space"):
             actor.save(tmp_path / "saved")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
