@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,8 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Selection:
-    """The replayed slots, how many stored answers were scored for them, and log-probs made up by the text form."""
+    """The replayed slots, how many stored answers were scored for them, and how many of the replayed log-probs the text
+    form made up."""
 
     slots: list[_Slot]
     num_scored: int
@@ -140,34 +142,34 @@ class Trainer:
     def _select_answers(self, drawn: list[str], step: int) -> _Selection:
         """For each drawn question the stored answer to replay; only the drawn questions' answers are scored."""
         candidates = [self._stored_answers(question_id) for question_id in drawn]
-        num_padded = sum(padded for _, padded in candidates)
         choice = self.config.experience.answer_choice
         assert choice is not None
         pairs = [
             (self.questions[question_id].prompt_ids, answer.token_ids)
-            for question_id, (answers, _) in zip(drawn, candidates, strict=True)
+            for question_id, answers in zip(drawn, candidates, strict=True)
             if needs_scoring(choice, len(answers))
-            for answer in answers
+            for answer, _ in answers
         ]
         scores = iter(self._score(pairs))
         rng = _generator(self.config.grpo.seed, step, "answer")
-        slots = []
-        for question_id, (answers, _) in zip(drawn, candidates, strict=True):
+        slots, num_padded = [], 0
+        for question_id, answers in zip(drawn, candidates, strict=True):
             scored = [next(scores) if needs_scoring(choice, len(answers)) else None for _ in answers]
-            index = choose_answer(choice, scored, rng)
-            slots.append(_Slot(self.questions[question_id], answers[index]))
+            answer, padded = answers[choose_answer(choice, scored, rng)]
+            slots.append(_Slot(self.questions[question_id], answer))
+            num_padded += padded
         return _Selection(slots, len(pairs), num_padded)
 
-    def _stored_answers(self, question_id: str) -> tuple[list[StoredAnswer], int]:
+    def _stored_answers(self, question_id: str) -> list[tuple[StoredAnswer, int]]:
+        """The question's answers as they would be replayed, each with its number of made-up log-probs."""
         answers = self.parts.experience.answers(question_id)
         if self.config.experience.stored_answer == "tokens":
-            return list(answers), 0
+            return [(answer, 0) for answer in answers]
         tokenizer = self.parts.tokenizer
-        forms = [
-            as_text_answer(answer, tokenizer.decode, tokenizer.encode, tokenizer.eos_text, tokenizer.eos_id)
-            for answer in answers
+        decode = partial(tokenizer.decode, special_tokens=True)
+        return [
+            as_text_answer(answer, decode, tokenizer.encode, tokenizer.eos_text, tokenizer.eos_id) for answer in answers
         ]
-        return [form for form, _ in forms], sum(padded for _, padded in forms)
 
     def _score(self, pairs: list[tuple[TokenIds, TokenIds]]) -> list[Any]:
         """Scores under the current policy, each rank scoring its share; in the order of `pairs`."""
