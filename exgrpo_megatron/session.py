@@ -87,7 +87,7 @@ class TrainingRun:
         self.last_checkpoint = checkpoint
         if checkpoint:
             self._resume(checkpoint)
-        elif config.experience.prefill_path:
+        elif config.experience.enabled and config.experience.prefill_path:
             self._prefill(Path(config.experience.prefill_path))
 
     def run(self, stop: StopSignal) -> RunOutcome:

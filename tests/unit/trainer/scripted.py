@@ -91,9 +91,16 @@ def make_config(tmp_path: Path, num_questions: int = 12, **sections: Any) -> Con
         "experience": {"start_pass_rate": None},
         "logger": {"log_dir": str(tmp_path / "run"), "tensorboard_enabled": False},
     }
-    for name, values in sections.items():
-        raw[name] = {**raw.get(name, {}), **values} if isinstance(values, dict) else values
-    return parse_recipe(raw)
+    return parse_recipe(_merged(raw, sections))
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    inner = {
+        name: _merged(below[name], value)
+        for name, value in above.items()
+        if isinstance(value, dict) and isinstance(below.get(name), dict)
+    }
+    return {**below, **above, **inner}
 
 
 def build_trainer(tmp_path: Path, script: Script, *, comm: Communicator | None = None, **sections: Any) -> Trainer:

@@ -136,12 +136,7 @@ def test_all_wrong_changes_no_experience_and_no_weights_but_the_entropy_bonus(tm
         lambda name, samples: [wrong(name)] * samples,
         comm=data_parallel,
         loss_fn={"entropy_coeff": 0.0},
-        policy={
-            "model_name": "embedded:chain-qwen2",
-            "train_global_batch_size": 16,
-            "max_total_sequence_length": 128,
-            "megatron_cfg": {"optimizer": {"lr": 1e-4, "weight_decay": 0.0}},
-        },
+        policy={"megatron_cfg": {"optimizer": {"weight_decay": 0.0}}},
     )
     before = {name: tensor.clone() for name, tensor in trainer.parts.policy.export_weights()}
     result = trainer.step()
