@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import transformers
-from exgrpo_conversion.architecture import Architecture
 
+from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.rollout.protocol import SampleRequest, SamplingParams
 from exgrpo_megatron.rollout.torch_engine import TorchEngine
 

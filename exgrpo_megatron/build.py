@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
 from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config
 from exgrpo_conversion.mapping import manifest
-
 from exgrpo_megatron import __version__
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config, OptimizerConfig, SchedulerConfig

@@ -31,7 +31,7 @@ app = typer.Typer(
 )
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe file (YAML).", show_default=False)]
-OverridesArgument = Annotated[list[str] | None, typer.Argument(help="Overrides, section.key=value.", show_default=False)]
+OverridesArgument = Annotated[list[str] | None, typer.Argument(help="section.key=value ...", show_default=False)]
 
 
 def main() -> None:
@@ -173,7 +173,7 @@ def _finish(outcome: Any, recipe: Path, config: Config, elapsed_s: float) -> Non
     dashboard = write_dashboard(outcome.log_dir)
     if not outcome.finished:
         _console().print(
-            f"stopped after step {outcome.last_step}; saved in {outcome.checkpoint}. The same command goes on from there."
+            f"stopped after step {outcome.last_step}, saved in {outcome.checkpoint}; the same command goes on"
         )
         return
     records = read_metrics(outcome.log_dir / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Exchange of Python objects between data-parallel ranks. Only `policy/` makes process groups; others are handed this."""
+"""Exchange of Python objects between data-parallel ranks; only `policy/` makes process groups."""
 
 from __future__ import annotations
 

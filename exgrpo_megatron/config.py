@@ -135,7 +135,7 @@ class DataSourceConfig(Section):
 
     path: str | None = key(None, "JSONL or Parquet file with one question a row", "path")
     generator: Literal["chain_arithmetic"] | None = key(None, "embedded task instead of a file")
-    generator_size: PositiveInt = key(512, "questions to generate", "questions")
+    generator_size: PositiveInt = key(400, "questions to generate", "questions")
     generator_seed: Count = key(0, "seed of the generated questions")
     generator_difficulties: tuple[Annotated[int, Field(ge=2, le=8)], ...] = key(
         (2, 3, 4, 5, 6), "numbers of terms in a generated chain"
@@ -191,7 +191,9 @@ class SchedulerConfig(Section):
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "shape after the warm-up")
     lr_warmup_iters: Count = key(0, "optimiser steps of linear warm-up from 0", "optimiser steps")
-    lr_decay_iters: PositiveInt | None = key(None, "optimiser steps until min_lr; null: the whole run", "optimiser steps")
+    lr_decay_iters: PositiveInt | None = key(
+        None, "optimiser steps until min_lr; null: the whole run", "optimiser steps"
+    )
 
 
 class MegatronConfig(Section):
@@ -225,7 +227,7 @@ class TokenizerConfig(Section):
 class PolicyConfig(Section):
     """The model that is trained."""
 
-    model_name: str = key(..., "Hugging Face model folder, or embedded:chain-qwen2 (a 0.4M model made on the spot)", "path")
+    model_name: str = key(..., "Hugging Face model folder, or embedded:chain-qwen2 (0.4M, made on the spot)", "path")
     tokenizer: TokenizerConfig = key(TokenizerConfig(), "tokenizer")
     train_global_batch_size: PositiveInt = key(256, "sequences of one optimiser step", "sequences")
     train_micro_batch_size: PositiveInt = key(64, "sequences of one forward-backward on one rank", "sequences")
@@ -233,7 +235,9 @@ class PolicyConfig(Section):
     max_total_sequence_length: PositiveInt = key(608, "longest prompt + response", "tokens")
     precision: Literal["float32", "bfloat16"] = key("float32", "numbers of the weights in forward and backward")
     max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")
-    skip_grad_norm_above: PositiveFloat = key(500.0, "an optimiser step above this norm, or not finite, is skipped and counted")
+    skip_grad_norm_above: PositiveFloat = key(
+        500.0, "a step whose norm is above this, or not finite, is skipped and counted"
+    )
     megatron_cfg: MegatronConfig = key(MegatronConfig(), "Megatron-Core")
     generation: GenerationConfig = key(GenerationConfig(), "rollouts")
 
@@ -249,7 +253,9 @@ class SFTConfig(Section):
     train_global_batch_size: PositiveInt = key(64, "sequences of one optimiser step", "sequences")
     seed: Count = key(1000, "seed of the order and of generated solutions")
     optimizer: OptimizerConfig = key(OptimizerConfig(lr=1e-5), "optimiser")
-    scheduler: SchedulerConfig = key(SchedulerConfig(lr_decay_style="linear", lr_warmup_iters=50), "learning-rate schedule")
+    scheduler: SchedulerConfig = key(
+        SchedulerConfig(lr_decay_style="linear", lr_warmup_iters=50), "learning-rate schedule"
+    )
 
 
 class MathEnvConfig(Section):
@@ -259,7 +265,7 @@ class MathEnvConfig(Section):
     math_verify_impl: Literal["hf_math_verify"] = key("hf_math_verify", "the verifier")
     timeout_s: PositiveFloat = key(5.0, "time for one answer; then its worker is killed and the reward is 0", "s")
     require_box: bool = key(True, "an answer without a closed \\boxed{} gets 0")
-    require_literal: bool = key(False, "a boxed answer that is not a plain number or fraction gets 0 (no unevaluated work)")
+    require_literal: bool = key(False, "a boxed answer that is no plain number or fraction gets 0")
     max_boxed_chars: PositiveInt = key(256, "a longer boxed answer gets 0", "characters")
     cache_size: Count = key(100_000, "verdicts remembered", "verdicts")
     all_zero_alarm_steps: PositiveInt = key(5, "warn when every reward was 0 for this many steps", "steps")

@@ -54,7 +54,6 @@ PACKAGES: tuple[Package, ...] = (
     ),
     Package("transformers", "transformers", "tokenizers, model configs, the check of every export", needed=True),
     Package("math-verify", "math_verify", "the reward", needed=True),
-    Package("pebble", "pebble", "reward workers with a hard time limit", needed=True),
     Package("pyarrow", "pyarrow", "Parquet questions, experience files", needed=True),
     Package("tensorboard", "tensorboard", "metrics as TensorBoard events", needed=True),
     Package("gguf", "gguf", "reading GGUF models (extra: gguf; needs accelerate too)"),

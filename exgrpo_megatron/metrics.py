@@ -87,7 +87,7 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated": Metric("answers", "sampled responses cut off at the longest length"),
     "rollout/tokens_per_s": Metric("tokens/s", "sampled response tokens over the time of the rollout"),
     "data/epoch": Metric("epochs", "epoch, from 0, of the questions taken last"),
-    "data/questions_left": Metric("questions", "questions the next epoch will have (those retired from new ones are out)"),
+    "data/questions_left": Metric("questions", "questions the next epoch will have"),
     "time/draw_s": Metric("s", "drawing the questions"),
     "time/select_s": Metric("s", "scoring stored answers and choosing among them"),
     "time/rollout_s": Metric("s", "sampling"),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from exgrpo_kernels.reference import Objective
 from torch import Tensor
 
+from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.order import QuestionOrder

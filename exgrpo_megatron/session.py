@@ -50,7 +50,7 @@ class StopSignal:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
@@ -117,7 +117,9 @@ class TrainingRun:
             for warning in result.warnings:
                 self.reporter.note(f"step {result.step}: {warning}")
             stopping = any(self.comm.all_gather(stop.requested))
-            if config.checkpointing.enabled and (last or stopping or result.step % config.checkpointing.save_period == 0):
+            if config.checkpointing.enabled and (
+                last or stopping or result.step % config.checkpointing.save_period == 0
+            ):
                 self._save(values)
             return not stopping
 
@@ -261,9 +263,7 @@ def run_folder(config: Config, comm: Communicator) -> Iterator[Path]:
         yield folder
 
 
-def evaluate_checkpoint(
-    config: Config, inputs: Inputs, checkpoint: Path, comm: Communicator
-) -> Evaluation:
+def evaluate_checkpoint(config: Config, inputs: Inputs, checkpoint: Path, comm: Communicator) -> Evaluation:
     """Held-out pass rates of a run's checkpoint or of a Hugging Face folder."""
     if not inputs.held_out:
         raise ConfigError("data.validation: required for an evaluation, but not set")

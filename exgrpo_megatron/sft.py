@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from exgrpo_kernels.reference import Objective
 
+from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.algorithm.batch import balanced_shares
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.data.sft import SFTBatches

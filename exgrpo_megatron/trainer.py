@@ -1,4 +1,4 @@
-"""ExGRPO, Algorithm 1 of arXiv:2510.02245. `Trainer.step` is one pass of its loop; `docs/algorithm.md` maps the rest."""
+"""ExGRPO, Algorithm 1 of arXiv:2510.02245. `Trainer.step` is its loop body; docs/algorithm.md maps the rest."""
 
 from __future__ import annotations
 

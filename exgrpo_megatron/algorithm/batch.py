@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from exgrpo_kernels.reference import Objective
 
+from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.algorithm.advantages import group_advantages
 from exgrpo_megatron.config import Config, GRPOConfig, LossConfig
 from exgrpo_megatron.types import Group, TrainSequence

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from exgrpo_conversion.architecture import Architecture
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.rollout.kv_cache import KVCache
 from exgrpo_megatron.rollout.packed_weights import LayerWeights, PackedWeights
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_conversion.mapping import manifest
-from torch import Tensor
 
 
 @dataclass(frozen=True)

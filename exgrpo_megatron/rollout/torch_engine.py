@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 
 import torch
-from exgrpo_conversion.architecture import Architecture
 from torch import Tensor
 
+from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.rollout.decoder import Decoder
 from exgrpo_megatron.rollout.packed_weights import pack_weights
 from exgrpo_megatron.rollout.protocol import SampledResponse, SampleRequest, SamplingParams

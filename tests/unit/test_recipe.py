@@ -54,7 +54,10 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["policy.train_global_batch_size=96"], ["32 * 8", "policy.train_global_batch_size = 96"]),
         (["data.max_input_seq_length=600"], ["600 + 96", "policy.max_total_sequence_length = 608"]),
         (["policy.megatron_cfg.tensor_model_parallel_size=2"], ["tensor_model_parallel_size = 2", "not supported yet"]),
-        (["policy.generation.vllm_cfg.gpu_memory_utilization=0.6"], ["policy.generation.vllm_cfg", "not supported yet"]),
+        (
+            ["policy.generation.vllm_cfg.precision=auto"],
+            ["policy.generation.vllm_cfg", "not supported yet"],
+        ),
         (["policy.generation.top_p=0.9"], ["policy.generation.top_p", "recorded log-probs"]),
         (["grpo.max_num_epochs=2"], ["grpo.max_num_epochs", "use grpo.max_num_steps"]),
         (["experience.replay_ratio=.nan"], ["experience.replay_ratio", "finite number"]),

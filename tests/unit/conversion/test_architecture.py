@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from exgrpo_conversion.architecture import Architecture, Llama3RopeScaling, UnsupportedModelError
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from exgrpo_conversion.architecture import Architecture, Llama3RopeScaling, UnsupportedModelError
 
 LLAMA_31_ROPE = {
     "rope_type": "llama3",

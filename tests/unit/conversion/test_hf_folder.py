@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from exgrpo_conversion.architecture import Architecture
-from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config, write_hf_folder
-from exgrpo_conversion.mapping import manifest
 from hf_models import FAMILIES, tensors_of, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
+
+from exgrpo_conversion.architecture import Architecture
+from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config, write_hf_folder
+from exgrpo_conversion.mapping import manifest
 
 TENSORS = tensors_of(tiny_model("llama", tied=False))
 CONFIG = tiny_model("llama", tied=False).config.to_dict()

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from hf_models import FAMILIES, tensors_of, tiny_model
+
 from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
 from exgrpo_conversion.mapping import (
     check_tensor_parallel,
@@ -19,7 +21,6 @@ from exgrpo_conversion.mapping import (
     to_megatron,
     unshard,
 )
-from hf_models import FAMILIES, tensors_of, tiny_model
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 QKV_BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from exgrpo_kernels import reference
 from exgrpo_kernels.reference import Objective, logprob_entropy, shaping, token_terms
-from torch import Tensor
 
 
 def plain(logits: Tensor, targets: Tensor, temperature: float = 1.0, valid: int | None = None) -> tuple[Tensor, Tensor]:

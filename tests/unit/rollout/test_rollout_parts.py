@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from exgrpo_conversion.architecture import Architecture, Llama3RopeScaling
 from tiny_models import CONFIGS, prompts
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from exgrpo_conversion.architecture import Architecture, Llama3RopeScaling
 from exgrpo_megatron.rollout.decoder import rotary_inverse_frequencies
 from exgrpo_megatron.rollout.kv_cache import KVCache
 from exgrpo_megatron.rollout.protocol import SampleRequest

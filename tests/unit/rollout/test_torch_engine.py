@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from exgrpo_conversion.architecture import Architecture
 from tiny_models import CONFIGS, engine_of, full_forward_logprobs, hf_weights, prompts, random_model
 
+from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.rollout.protocol import SampledResponse, SampleRequest, SamplingParams
 from exgrpo_megatron.rollout.torch_engine import TorchEngine
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 import transformers
-from exgrpo_conversion.architecture import Architecture
 
+from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.rollout.protocol import SampledResponse
 from exgrpo_megatron.rollout.torch_engine import TorchEngine
 

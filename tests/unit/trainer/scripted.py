@@ -66,11 +66,11 @@ def right(question_id: str, style: int = 0) -> str:
 
 
 def wrong(question_id: str) -> str:
-    return "\\boxed{%d}" % (int(question_id[1:]) + 50)
+    return f"\\boxed{{{int(question_id[1:]) + 50}}}"
 
 
 def make_config(tmp_path: Path, num_questions: int = 12, **sections: Any) -> Config:
-    """B = 4, K = 4 on a file of `num_questions` questions, replay from the first step; `sections` are merged over it."""
+    """B = 4, K = 4, replay from the first step, on a file of questions; `sections` are merged over it."""
     write_questions(tmp_path / "questions.jsonl", num_questions)
     raw: dict[str, Any] = {
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 50, "seed": 10},

@@ -189,8 +189,7 @@ def test_an_update_makes_rewarded_answers_likelier(tmp_path, data_parallel):
     pairs = [(group.question.prompt_ids, member.token_ids) for member in group.trajectories]
     after = trainer.parts.policy.score(pairs, 1.0)
     gain = [
-        float(new.logprobs.sum() - member.logprobs.sum())
-        for new, member in zip(after, group.trajectories, strict=True)
+        float(new.logprobs.sum() - member.logprobs.sum()) for new, member in zip(after, group.trajectories, strict=True)
     ]
     assert gain[0] + gain[1] > gain[2] + gain[3]
     trainer.parts.verifier.close()
