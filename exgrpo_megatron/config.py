@@ -138,7 +138,7 @@ class DataSourceConfig(Section):
 
     path: str | None = key(None, "JSONL or Parquet file with one question a row", "path")
     generator: Literal["chain_arithmetic"] | None = key(None, "embedded task instead of a file")
-    generator_size: PositiveInt = key(512, "questions to generate", "questions")
+    generator_size: PositiveInt = key(400, "questions to generate", "questions")
     generator_seed: Count = key(0, "seed of the generated questions")
     generator_difficulties: tuple[Annotated[int, Field(ge=2, le=8)], ...] = key(
         (2, 3, 4, 5, 6), "numbers of terms in a generated chain"

@@ -1,8 +1,8 @@
 """The embedded task: chains of additions and subtractions, worked out line by line.
 
 A chain of n terms such as "7+5-3" is a question of difficulty n; its worked solution has one line an operation and the
-result in a box. A third of the operands have two digits; no partial result is negative. Every chain is either a
-training or a held-out question, by a hash of its text, so that the two sets share none whatever their seeds.
+result in a box. Every term is one digit, 1 to 9, and no partial result is negative. Every chain is either a training or
+a held-out question, by a hash of its text, so that the two sets share none whatever their seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from exgrpo_megatron.errors import DataError
 
-TWO_DIGIT_SHARE = 0.35
 HELD_OUT_ONE_IN = 5
 """One chain in this many is a held-out question."""
 GUESS_OFFSETS = (0, 0, 1, -1, 2, -2, 3, -3, 5, -5)
@@ -114,4 +113,4 @@ def _draw_new(
 
 
 def _operand(rng: random.Random) -> int:
-    return rng.randint(10, 99) if rng.random() < TWO_DIGIT_SHARE else rng.randint(1, 9)
+    return rng.randint(1, 9)

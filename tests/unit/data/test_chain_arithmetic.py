@@ -41,30 +41,39 @@ def test_difficulties_come_in_turn():
 def test_the_same_seed_gives_the_same_chains_and_a_larger_set_only_appends():
     small, large = (generate(size, 0, DIFFICULTIES, held_out=False) for size in (50, 80))
     assert large[:50] == small
-    assert [chain.text for chain in small[:3]] == ["7+75", "5+6-9", "22+5-3-6"]
+    assert [chain.text for chain in small[:3]] == ["9-8", "5+3+5", "9-3+2-6"]
     assert generate(50, 1, DIFFICULTIES, held_out=False) != small
 
 
 def test_training_and_held_out_sets_share_nothing_whatever_their_seeds():
-    train = {chain.text for seed in range(4) for chain in generate(500, seed, DIFFICULTIES, held_out=False)}
-    held_out = {chain.text for seed in range(4) for chain in generate(500, seed, DIFFICULTIES, held_out=True)}
+    train = {chain.text for seed in range(4) for chain in generate(400, seed, DIFFICULTIES, held_out=False)}
+    held_out = {chain.text for seed in range(4) for chain in generate(120, seed, DIFFICULTIES, held_out=True)}
     assert not train & held_out
 
 
 def test_chains_are_distinct_and_not_among_those_excluded():
-    first = [chain.text for chain in generate(300, 0, (2,), held_out=False)]
-    second = [chain.text for chain in generate(300, 0, (2,), held_out=False, exclude=set(first))]
+    first = [chain.text for chain in generate(300, 0, (3,), held_out=False)]
+    second = [chain.text for chain in generate(300, 0, (3,), held_out=False, exclude=set(first))]
     assert len(set(first)) == 300
     assert not set(first) & set(second)
 
 
-def test_a_third_of_the_operands_has_two_digits_and_a_fifth_of_the_chains_is_held_out():
+def test_every_term_is_one_digit_and_a_fifth_of_the_chains_is_held_out():
     rng = random.Random(0)
     texts = [draw(rng, 4).text for _ in range(3000)]
-    operands = [operand for text in texts for operand in re.findall(r"\d+", text)]
-    # 35% of 12,000 (standard error 0.4%) and 1 in 5 of 3,000 (0.7%).
-    assert sum(len(operand) == 2 for operand in operands) / len(operands) == pytest.approx(0.35, abs=0.02)
+    assert {operand for text in texts for operand in re.findall(r"\d+", text)} == set("123456789")
+    # 1 in 5 of 3,000: standard error 0.7%.
     assert sum(map(is_held_out, texts)) / 3000 == pytest.approx(0.2, abs=0.03)
+
+
+def test_the_chains_of_two_terms_are_counted():
+    # 81 sums and 45 differences that are not negative: 126 in all, each on one side.
+    both = [
+        chain.text
+        for held_out, size in ((False, 96), (True, 30))
+        for chain in generate(size, 0, (2,), held_out=held_out)
+    ]
+    assert len(set(both)) == 126
 
 
 def test_fine_tuning_never_draws_a_held_out_chain():

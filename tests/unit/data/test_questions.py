@@ -160,10 +160,10 @@ def test_generated_sets_of_default_seeds_are_disjoint_and_have_their_difficulty(
     )
     train = load_questions(config.data.train, config.data, chain_tokenizer, held_out=False)
     validation = load_questions(config.data.validation, config.data, chain_tokenizer, held_out=True)
-    assert (len(train.questions), len(validation.questions), check_disjoint(train, validation)) == (512, 120, 0)
+    assert (len(train.questions), len(validation.questions), check_disjoint(train, validation)) == (400, 120, 0)
     assert train.questions[1].category == "3"
-    assert (train.questions[1].id, train.questions[1].answer) == ("5+6-9", "2")
-    assert check_disjoint(train, train) == 512
+    assert (train.questions[1].id, train.questions[1].answer) == ("5+3+5", "13")
+    assert check_disjoint(train, train) == 400
 
 
 def test_words_cannot_be_asked_of_the_embedded_model(chain_tokenizer, make_recipe, write_jsonl):
