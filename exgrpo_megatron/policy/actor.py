@@ -123,7 +123,7 @@ class MegatronActor:
         )
         self.version += not step.skipped
         return UpdateResult(
-            loss=self._global_sum(sum(float(output["loss"]) for output in outputs)),
+            loss=self._global_sum(sum((float(output["loss"]) for output in outputs), 0.0)),
             grad_norm=step.grad_norm,
             skipped=step.skipped,
             learning_rate=step.learning_rate,
