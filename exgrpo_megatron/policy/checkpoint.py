@@ -104,7 +104,7 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
     forks another: seconds of start-up for a small model, and both outlive a killed trainer.
     """
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(grouped, False),
