@@ -101,6 +101,37 @@ def evaluate(
 
 
 @app.command()
+def prefill(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    ending: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Closes a solution that has no box; {answer} is the gold answer. Given several times, a solution is "
+            "stored with each. Default: \\boxed{{answer}}",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Experience to begin with (experience.prefill_path), made from the worked solutions in data.train."""
+    from exgrpo_megatron import build  # noqa: PLC0415
+    from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
+
+    config = load_recipe(recipe, overrides or [])
+    with _process(config) as comm:
+        target = check_prefill_target(config, comm.size)
+        inputs = build.load_inputs(config, comm)
+        actor = build.build_rl_actor(config, inputs.model_dir, comm)
+        parts = build.build_parts(config, inputs, actor, comm)
+        try:
+            report = record_solutions(parts, ending or ["\\boxed{{answer}}"])
+        finally:
+            parts.verifier.close()
+        parts.experience.save(target)
+        _say(comm, f"{report.describe()}\nwritten to {target}")
+
+
+@app.command()
 def show(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """The resolved recipe, what its numbers mean, and the variant's switches."""
     config = load_recipe(recipe, overrides or [])

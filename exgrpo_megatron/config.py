@@ -8,10 +8,11 @@ Loading and overriding recipes is `recipe.py`.
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -129,7 +130,9 @@ class ExperienceConfig(Section):
     )
     shaping: Literal["ratio", "none"] = key("ratio", "ratio: f(w) = w / (w + shaping_beta) on replayed tokens; none: w")
     shaping_beta: PositiveFloat = key(0.1, "beta of f(w)")
-    prefill_path: str | None = key(None, "experience file of another run to begin with", "path")
+    prefill_path: str | None = key(
+        None, "experience file of another run, or made by `exgrpo prefill`, to begin with", "path"
+    )
 
 
 class DataSourceConfig(Section):
@@ -147,7 +150,10 @@ class DataSourceConfig(Section):
     answer_marker: str | None = key(None, "take the gold answer after the last occurrence of this (GSM8K: '####')")
     id_key: str | None = key(None, "column with a unique id; null: a hash of the question text")
     category_key: str | None = key(None, "column with a category to report pass rates by")
-    solution_key: str | None = key(None, "column with a worked solution (supervised fine-tuning)")
+    solution_key: str | None = key(None, "column with a worked solution (supervised fine-tuning, `exgrpo prefill`)")
+    solution_remove: str | None = key(
+        None, "regular expression: what it matches is cut from solutions (GSM8K: <<.*?>>)"
+    )
     max_questions: PositiveInt | None = key(None, "use only the first questions of the set", "questions")
 
     @model_validator(mode="after")
@@ -155,6 +161,15 @@ class DataSourceConfig(Section):
         if (self.path is None) == (self.generator is None):
             raise ValueError(f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})")
         return self
+
+    @field_validator("solution_remove")
+    @classmethod
+    def _is_regular_expression(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+        return value
 
 
 class DataConfig(Section):

@@ -22,6 +22,7 @@ from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluation, Evaluator
 from exgrpo_megatron.metrics import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink
 from exgrpo_megatron.parts import Reporter
+from exgrpo_megatron.prefill import check_prefill_exists, load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
 from exgrpo_megatron.trainer import StepResult, Trainer
 
@@ -78,6 +79,8 @@ class TrainingRun:
         self.log_dir = Path(config.logger.log_dir)
         self.store = checkpoint_store(config, comm)
         checkpoint = self.store.latest() if config.checkpointing.enabled else None
+        if checkpoint is None:
+            check_prefill_exists(config)
         self.actor: MegatronActor = build.build_rl_actor(config, inputs.model_dir if checkpoint else start_from, comm)
         self.parts = build.build_parts(config, inputs, self.actor, comm)
         self.trainer = Trainer(self.parts)
@@ -88,7 +91,7 @@ class TrainingRun:
         if checkpoint:
             self._resume(checkpoint)
         elif config.experience.enabled and config.experience.prefill_path:
-            self._prefill(Path(config.experience.prefill_path))
+            reporter.note(load_prefill(self.parts, Path(config.experience.prefill_path)))
 
     def run(self, stop: StopSignal) -> RunOutcome:
         """Trains to the last step or the stop signal, then evaluates and exports; closes what it opened."""
@@ -158,20 +161,6 @@ class TrainingRun:
         self.reporter.note(f"resuming from {checkpoint}")
         for line in changed_keys(state["recipe"], self.config.model_dump(mode="json")):
             self.reporter.note(f"the recipe changed since then: {line}")
-
-    def _prefill(self, path: Path) -> None:
-        """Begin with the answers of another run; those of questions that data.train lacks could not be replayed."""
-        added = self.parts.experience.merge_file(path)
-        unknown = self.parts.experience.keep_only(self.trainer.questions.keys())
-        self.reporter.note(
-            f"experience: {added.answers} answers of {added.questions} questions from {path}; "
-            f"{unknown} questions left out because data.train does not have them"
-        )
-        if not self.parts.experience.num_questions:
-            raise ConfigError(
-                f"experience.prefill_path = {str(path)!r}: none of its questions is in data.train; use the data it was "
-                f"recorded on, or null"
-            )
 
     def _report_start(self) -> None:
         note = self.reporter.note

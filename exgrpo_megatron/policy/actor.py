@@ -115,7 +115,7 @@ class MegatronActor:
         outputs = self._run(batches, loss, forward_only=False)
         if not batches:
             sum_gradients([self._model])  # the other ranks wait for this one's (zero) gradient
-        total_loss = self._global_sum(sum(float(output["loss"]) for output in outputs))
+        total_loss = self._global_sum(sum((float(output["loss"]) for output in outputs), 0.0))
         step = apply_gradients(
             self._optimizer,
             self._scheduler,
