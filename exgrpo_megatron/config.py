@@ -7,7 +7,9 @@ Loading and overriding recipes is `recipe.py`.
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -251,7 +253,7 @@ class PolicyConfig(Section):
     precision: Literal["float32", "bfloat16"] = key("float32", "numbers of the weights in forward and backward")
     max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")
     skip_grad_norm_above: PositiveFloat = key(
-        500.0, "a step whose norm is above this, or not finite, is skipped and counted"
+        500.0, "an optimiser step whose norm is above this, or whose norm or loss is not finite, is skipped and counted"
     )
     megatron_cfg: MegatronConfig = key(MegatronConfig(), "Megatron-Core")
     generation: GenerationConfig = key(GenerationConfig(), "rollouts")
@@ -388,9 +390,23 @@ class Config(Section):
         sequences = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
         return sequences // self.policy.train_global_batch_size
 
+    @property
+    def max_replayed_per_step(self) -> int:
+        """Replayed questions of a step when experience has enough."""
+        experience = self.experience
+        return whole_share(experience.replay_ratio, self.grpo.num_prompts_per_step) if experience.enabled else 0
+
     def variant_table(self) -> dict[str, Any]:
         """The switches of `VARIANTS` as they are in force, by dotted key."""
         return {name: getattr(getattr(self, name.split(".")[0]), name.split(".")[1]) for name in VARIANTS}
+
+
+def whole_share(share: float, count: int) -> int:
+    """`floor(share * count)`, with the share taken as the decimal it was written as.
+
+    In binary floating point 0.29 * 100 is 28.999...; a recipe that says 0.29 of 100 means 29.
+    """
+    return math.floor(Fraction(str(share)) * count)
 
 
 def fill_variant(raw: dict[str, Any]) -> dict[str, Any]:

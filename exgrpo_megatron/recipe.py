@@ -108,7 +108,7 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
     """What the recipe's numbers mean, in questions, answers, sequences and tokens."""
     grpo, policy = config.grpo, config.policy
     answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    replayed = int(config.experience.replay_ratio * grpo.num_prompts_per_step) if config.experience.enabled else 0
+    replayed = config.max_replayed_per_step
     per_rank = -(-policy.train_global_batch_size // data_parallel_size)
     return [
         ("questions a step", f"{grpo.num_prompts_per_step}, of which at most {replayed} replayed"),

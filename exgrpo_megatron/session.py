@@ -90,7 +90,7 @@ class TrainingRun:
         self.last_checkpoint = checkpoint
         if checkpoint:
             self._resume(checkpoint)
-        elif config.experience.prefill_path:
+        elif config.experience.enabled and config.experience.prefill_path:
             reporter.note(load_prefill(self.parts, Path(config.experience.prefill_path)))
 
     def run(self, stop: StopSignal) -> RunOutcome:

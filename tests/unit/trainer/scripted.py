@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,25 @@ from exgrpo_megatron.config import Config
 from exgrpo_megatron.recipe import parse_recipe
 from exgrpo_megatron.rollout.protocol import SampledResponse
 from exgrpo_megatron.trainer import Trainer
+from exgrpo_megatron.types import Group, Logprobs, Question, TokenIds, Trajectory
 
 Script = Callable[[str, int], list[str]]
 """(question id, number of samples) to the responses."""
+Recorder = Callable[[Question, TokenIds], Logprobs]
+"""The log-probs an engine reports of a response."""
 
 
 class ScriptedEngine:
-    """Answers each request by `script(question text, number of samples) -> responses`; a real engine's protocol."""
+    """Answers each request by `script(question id, number of samples) -> responses`; a real engine's protocol.
+
+    It reports log-probs of -0.5 a token, unless `recorder` is set.
+    """
 
     def __init__(self, tokenizer: Any, questions: Any, script: Script) -> None:
         self.tokenizer, self.script = tokenizer, script
         self.by_prompt = {tuple(question.prompt_ids): question for question in questions}
         self.policy_version = -1
+        self.recorder: Recorder = lambda _, ids: np.full(len(ids), -0.5, dtype=np.float32)
         self.calls: list[tuple[str, int]] = []
 
     def load_weights(self, weights, version):
@@ -45,11 +52,11 @@ class ScriptedEngine:
         self.calls.append((question.id, len(request.seeds)))
         texts = self.script(question.id, len(request.seeds))
         assert len(texts) == len(request.seeds)
-        return [self._response(text) for text in texts]
+        return [self._response(question, text) for text in texts]
 
-    def _response(self, text):
+    def _response(self, question, text):
         ids = np.array([*self.tokenizer.encode(text), self.tokenizer.eos_id], dtype=np.int32)
-        return SampledResponse(ids, np.full(len(ids), -0.5, dtype=np.float32), "stop", self.policy_version)
+        return SampledResponse(ids, self.recorder(question, ids), "stop", self.policy_version)
 
 
 def write_questions(path: Path, count: int) -> None:
@@ -84,9 +91,16 @@ def make_config(tmp_path: Path, num_questions: int = 12, **sections: Any) -> Con
         "experience": {"start_pass_rate": None},
         "logger": {"log_dir": str(tmp_path / "run"), "tensorboard_enabled": False},
     }
-    for name, values in sections.items():
-        raw[name] = {**raw.get(name, {}), **values} if isinstance(values, dict) else values
-    return parse_recipe(raw)
+    return parse_recipe(_merged(raw, sections))
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    inner = {
+        name: _merged(below[name], value)
+        for name, value in above.items()
+        if isinstance(value, dict) and isinstance(below.get(name), dict)
+    }
+    return {**below, **above, **inner}
 
 
 def build_trainer(tmp_path: Path, script: Script, *, comm: Communicator | None = None, **sections: Any) -> Trainer:
@@ -100,3 +114,39 @@ def build_trainer(tmp_path: Path, script: Script, *, comm: Communicator | None =
     trainer = Trainer(replace(parts, engine=engine))
     trainer.push_weights()
     return trainer
+
+
+def token_ids(trainer: Trainer, text: str) -> TokenIds:
+    """The response that says `text` and stops."""
+    return np.array([*trainer.parts.tokenizer.encode(text), trainer.parts.tokenizer.eos_id], dtype=np.int32)
+
+
+def logprobs_at_ratio(trainer: Trainer, question: Question, ids: TokenIds, ratio: float) -> Logprobs:
+    """Denominators that give every token of the response the ratio w = `ratio` under the policy as it is now."""
+    scored = trainer.parts.policy.score([(question.prompt_ids, ids)], trainer.parts.sampling.temperature)[0]
+    return scored.logprobs - np.float32(np.log(ratio))
+
+
+def plant(
+    trainer: Trainer, question_id: str, answers: Sequence[str | TokenIds], *, k: int = 0, ratio: float = 1.0
+) -> None:
+    """Store correct answers, in bucket `k` (default: their number), by recording a group that has them.
+
+    Their recorded log-probs are such that the ratio is `ratio` under the policy as it is now.
+    """
+    question = trainer.questions[question_id]
+    size = trainer.config.grpo.num_generations_per_prompt
+    responses = [token_ids(trainer, answer) if isinstance(answer, str) else answer for answer in answers]
+    responses += [responses[0]] * (k - len(responses))
+    rewards = [1.0] * len(responses) + [0.0] * (size - len(responses))
+    responses += [token_ids(trainer, wrong(question_id))] * (size - len(responses))
+    members = [
+        Trajectory(ids, logprobs_at_ratio(trainer, question, ids, ratio), reward, False, "stop", 0)
+        for ids, reward in zip(responses, rewards, strict=True)
+    ]
+    trainer.parts.experience.record([Group(question, tuple(members))], step=0, collect=True)
+
+
+def replayed_members(groups: Sequence[Group]) -> dict[str, Trajectory]:
+    """Question id -> the stored answer in its group."""
+    return {group.question.id: member for group in groups for member in group.trajectories if member.replayed}
