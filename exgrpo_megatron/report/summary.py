@@ -52,14 +52,18 @@ def pass_rate_table(before: Mapping[str, float], after: Mapping[str, float], tem
         return Text("no held-out questions: set data.validation and grpo.val_period to see a pass rate here")
     table = Table(title="held-out pass rate", title_justify="left", box=None, pad_edge=False)
     table.add_column("questions")
-    names = {name: f"T={temperature:g}" if name == "pass_rate_t1" else word for name, word in HEADLINES.items()}
-    for word in names.values():
+    for word in headline_words(temperature).values():
         table.add_column(f"{word} before", justify="right")
         table.add_column("after", justify="right", style="bold")
     table.add_row("all", *_cells(before, after, ""))
     for category in categories({**before, **after}):
         table.add_row(escape(category), *_cells(before, after, f"/{category}"))
     return table
+
+
+def headline_words(temperature: float) -> dict[str, str]:
+    """A word for each of `HEADLINES`, for people who know at which temperature was sampled."""
+    return {name: f"T={temperature:g}" if name == "pass_rate_t1" else word for name, word in HEADLINES.items()}
 
 
 def categories(metrics: Mapping[str, float]) -> list[str]:
