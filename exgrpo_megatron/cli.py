@@ -239,7 +239,7 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
 def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> None:
     from exgrpo_megatron.metrics import read_metrics  # noqa: PLC0415
     from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
-    from exgrpo_megatron.report.summary import run_summary  # noqa: PLC0415
+    from exgrpo_megatron.report.summary import before_and_after, run_summary  # noqa: PLC0415
     from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE  # noqa: PLC0415
 
     if outcome is None or not outcome.finished:
@@ -249,10 +249,10 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
     if not trained:
         Console().print(f"nothing was left to train: all {outcome.last_step} steps are done", highlight=False)
     metrics = outcome.log_dir / METRICS_FILE
-    evaluations = [record for record in read_metrics(metrics) if "validation/pass_rate_t1" in record]
+    before, after = before_and_after(read_metrics(metrics))
     run_summary(
-        before=evaluations[0] if evaluations else {},
-        after=evaluations[-1] if evaluations else {},
+        before=before,
+        after=after,
         paths={
             "dashboard": write_dashboard(outcome.log_dir),
             "metrics": metrics,
