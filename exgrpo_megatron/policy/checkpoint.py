@@ -108,9 +108,22 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
         grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(grouped, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1),
+            storage_writer=_Writer(checkpoint_dir, thread_count=1),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says that the disk is full where torch's zip writer only says that its file has an unexpected length."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror) from error
+            raise
 
 
 def _about(state: Checkpointed) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scripted import ScriptedEngine, build_trainer, make_config, wrong
 
+from exgrpo_megatron import build
 from exgrpo_megatron.errors import ConfigError, DataError
-from exgrpo_megatron.prefill import check_prefill_exists, check_prefill_target, load_prefill, record_solutions
+from exgrpo_megatron.prefill import check_prefill_target, load_prefill, record_solutions
 from exgrpo_megatron.recipe import parse_recipe
 
 BOX = "\\boxed{{answer}}"
@@ -172,8 +173,8 @@ def test_a_recipe_that_cannot_be_prefilled_says_which_key_to_change(tmp_path, se
 
 
 def test_a_prefill_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
-    config = make_config(tmp_path, experience={"prefill_path": str(tmp_path / "absent")})
+    absent = {"prefill_path": str(tmp_path / "absent")}
     with pytest.raises(ConfigError, match=r"absent'.*exgrpo prefill RECIPE"):
-        check_prefill_exists(config)
-    check_prefill_exists(make_config(tmp_path, experience={"prefill_path": str(tmp_path)}))
-    check_prefill_exists(make_config(tmp_path))
+        build.check_prefill(make_config(tmp_path, experience=absent))
+    build.check_prefill(make_config(tmp_path, experience={**absent, "enabled": False}))
+    build.check_prefill(make_config(tmp_path))
