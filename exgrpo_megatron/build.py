@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,10 @@ from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet, load_questions
 from exgrpo_megatron.data.sft import SFTBatches
 from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
-from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
+from exgrpo_megatron.experience.files import check_answers_file
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
@@ -75,6 +76,22 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
     return Inputs(model_dir, architecture, tokenizer, train, validation, sampling)
 
 
+def check_prefill(config: Config) -> None:
+    """Raise ConfigError where experience.prefill_path is set and is no experience file for groups of this size."""
+    path = config.experience.prefill_path
+    if path is None or not config.experience.enabled:
+        return
+    if not Path(path).exists():
+        raise ConfigError(
+            f"experience.prefill_path = {path!r}: no such file or folder; `exgrpo prefill RECIPE` makes it from worked "
+            f"solutions, null begins without"
+        )
+    try:
+        check_answers_file(Path(path), config.grpo.num_generations_per_prompt)
+    except CheckpointError as error:
+        raise ConfigError(f"experience.prefill_path: {error}") from None
+
+
 def base_model(config: Config, comm: Communicator) -> Path:
     """The folder of policy.model_name; an embedded model is written into the run's folder first."""
     name = config.policy.model_name
@@ -89,14 +106,27 @@ def base_model(config: Config, comm: Communicator) -> Path:
     return folder
 
 
-def read_architecture(model_dir: Path) -> Architecture:
-    """The architecture of a model folder whose weight files are complete; raises ConfigError."""
+def read_architecture(model_dir: Path, key: str = "policy.model_name") -> Architecture:
+    """The architecture of a model folder whose weight files are complete; raises ConfigError that quotes `key`."""
     try:
         architecture = Architecture.from_hf_config(read_config(model_dir))
         HFReader(model_dir).check(manifest(architecture))
     except (UnsupportedModelError, ModelFolderError) as error:
-        raise ConfigError(f"policy.model_name = {str(model_dir)!r}: {error}") from None
+        raise ConfigError(f"{key} = {str(model_dir)!r}: {error}") from None
     return architecture
+
+
+def check_architecture(folder: Path, inputs: Inputs) -> None:
+    """Raise CheckpointError where the model in `folder` is of another shape than the recipe's."""
+    found, wanted = asdict(read_architecture(folder, "--checkpoint")), asdict(inputs.architecture)
+    differences = [
+        f"{name}: {found[name]!r}, recipe {wanted[name]!r}" for name in wanted if found[name] != wanted[name]
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{folder} is another model than the recipe's policy.model_name, {inputs.model_dir} "
+            f"({'; '.join(differences)}): give a checkpoint of that model, or set policy.model_name"
+        )
 
 
 def build_actor(

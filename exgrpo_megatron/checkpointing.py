@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -12,9 +12,14 @@ from typing import Any
 
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import CheckpointConfig
-from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.errors import CheckpointError, UserError
+from exgrpo_megatron.files import replace_text
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+STATE_KEYS = frozenset({"step", "data_fingerprint", "recipe", "schedule", "alarm", "order", "skipped_updates"})
+"""What the state of a run always holds."""
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -28,30 +33,47 @@ class CheckpointStore:
         """A checkpoint of `step`: `write_parts(folder)` on every rank, `state` as JSON by rank 0, then the rename.
 
         On any failure the folder is as it was before. `state["metrics"]` decides which checkpoint is the best.
+
+        Raises:
+            CheckpointError: the disk is full, or something else cannot be written.
         """
         final, aside = self.folder / f"step_{step:06d}", self.folder / f"step_{step:06d}.incomplete"
-        if self.comm.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        self.comm.barrier()
         try:
+            if self.comm.rank == 0:
+                _make_empty(aside)
+            self.comm.barrier()
             write_parts(aside)
             self.comm.barrier()
             if self.comm.rank == 0:
-                _write_json(aside / STATE_FILE, state)
+                replace_text(aside / STATE_FILE, json.dumps(state, indent=1))
                 _replace_folder(aside, final)
                 self._prune()
-        except BaseException:
+        except (OSError, UserError) as error:
+            raise self._not_saved(step, error) from error
+        finally:
             if self.comm.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise
         self.comm.barrier()
         return final
+
+    def _not_saved(self, step: int, error: Exception) -> CheckpointError:
+        before = self.latest()
+        again = f"go on from {before.name}" if before else "begin again"
+        return CheckpointError(
+            f"step {step} could not be saved in {self.folder}: {error}. Nothing saved before was lost: make room or "
+            f"mend what stands in the way, and run the same command to {again}"
+        )
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""
         found = self._all()
         return found[-1] if found else None
+
+    def not_whole(self) -> list[Path]:
+        """Folders with the name of a checkpoint that are none: nothing is resumed from them."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and not _is_whole(path))
 
     def best(self) -> Path | None:
         """The checkpoint best in `checkpointing.metric_name` (ties: the newest); None where none has the metric."""
@@ -64,11 +86,15 @@ class CheckpointStore:
     def _all(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and (path / STATE_FILE).is_file()]
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and _is_whole(path)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
     def _metric(self, path: Path) -> float | None:
-        value = read_state(path).get("metrics", {}).get(self.config.metric_name)
+        try:
+            value = read_state(path).get("metrics", {}).get(self.config.metric_name)
+        except CheckpointError as error:
+            logger.warning("left out when the best checkpoint was looked for: %s", error)
+            return None
         return None if value is None else float(value)
 
     def _prune(self) -> None:
@@ -82,12 +108,32 @@ class CheckpointStore:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON state of a checkpoint; raises CheckpointError."""
+    path = checkpoint / STATE_FILE
     try:
-        return json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{checkpoint}: not a checkpoint of a run (no {STATE_FILE} in it)") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{checkpoint / STATE_FILE}: damaged: {error}") from None
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"{checkpoint}: neither a run's checkpoint (it has no {STATE_FILE}) nor a Hugging Face folder (no config)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
+    missing = STATE_KEYS - state.keys() if isinstance(state, dict) else STATE_KEYS
+    if missing:
+        raise CheckpointError(f"{path}: {_damaged(checkpoint)} (it lacks {', '.join(sorted(missing))})")
+    return state
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    return (checkpoint / STATE_FILE).is_file()
+
+
+def _damaged(checkpoint: Path) -> str:
+    return f"damaged; move {checkpoint.name} away to go on from the checkpoint before it"
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _replace_folder(aside: Path, final: Path) -> None:
@@ -97,10 +143,3 @@ def _replace_folder(aside: Path, final: Path) -> None:
         final.rename(old)
     aside.rename(final)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
 import sys
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from exgrpo_megatron import __version__
-from exgrpo_megatron.config import VARIANTS, Config
-from exgrpo_megatron.errors import UserError
-from exgrpo_megatron.recipe import derived_table, dump_recipe, load_recipe
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.process import let_rank_0_speak, process_group, quiet_libraries, reported_errors
+from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.recipe import options as recipe_options
+from exgrpo_megatron.stop import StopSignal
+
+if TYPE_CHECKING:
+    from exgrpo_megatron.build import Inputs
+    from exgrpo_megatron.comm import Communicator
+    from exgrpo_megatron.parts import Reporter
+    from exgrpo_megatron.session import RunOutcome
+
+# Everything that needs torch is imported inside the commands: --help, show and options answer at once.
 
 app = typer.Typer(
     help="ExGRPO on Megatron-Core: GRPO with verifiable rewards and experience replay.",
@@ -33,43 +37,65 @@ app = typer.Typer(
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe file (YAML).", show_default=False)]
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="section.key=value ...", show_default=False)]
 
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+"""What typer raises for a wrong command line; where it is defined depends on the version of typer."""
 
-def main() -> None:
-    """Entry point: user errors become one message and exit code 2."""
-    try:
-        app()
-    except UserError as error:
-        _fail(str(error))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        _fail(f"{error.strerror}{where}: make room or choose another logger.log_dir; nothing saved before was lost")
-    except KeyboardInterrupt:
-        _fail("stopped at once; the last checkpoint is as it was", code=130)
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point. Exit codes: 0 done, or stopped by a signal and saved; 2 something the user must change."""
+    with reported_errors():
+        try:
+            code = app(args, prog_name="exgrpo", standalone_mode=False)
+        except _UsageError as error:
+            let_rank_0_speak()
+            error.show()
+            code = error.exit_code
+    sys.exit(code or 0)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"exgrpo-megatron {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+    ] = False,
+) -> None:
+    del version  # its callback has printed it
 
 
 @app.command()
 def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train a recipe: warm start if it asks for one, ExGRPO, evaluation and export. Run again to resume."""
     config = load_recipe(recipe, overrides or [])
-    with _process(config) as comm, _session(config, comm):
-        _train(config, comm, recipe)
+    with _run(config) as (comm, stop):
+        started = time.monotonic()
+        outcome = _train(config, comm, stop)
+        if comm.rank == 0:
+            _finish(outcome, config, time.monotonic() - started)
 
 
 @app.command()
 def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Supervised fine-tuning of a recipe's model (its `sft:` section), exported to <logger.log_dir>/sft/hf."""
-    from exgrpo_megatron import build, session  # noqa: PLC0415
-
     config = load_recipe(recipe, overrides or [])
-    with _process(config) as comm, _session(config, comm), session.StopSignal().installed() as stop:
+    with _run(config) as (comm, stop):
+        from exgrpo_megatron import build, session  # noqa: PLC0415
+
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
         with _reporter(comm, config.sft.max_num_steps, "sft") as reporter:
             done = session.supervised_run(config, inputs, target, comm, reporter, stop)
-        if comm.rank == 0:
-            _console().print(f"exported to {done}" if done else "stopped before the end; nothing was exported")
+        if done is None:
+            _say(comm, "stopped before the end: nothing was exported, and the same command begins again")
+            return
+        _say(comm, f"exported to {done}")
+        _say(comm, f"next: exgrpo eval {recipe} --checkpoint {done}")
+        _say(comm, f"  or: exgrpo train {recipe} policy.model_name={done} sft.warm_start=false logger.log_dir=...")
 
 
 @app.command(name="eval")
@@ -81,23 +107,23 @@ def evaluate(
     ] = None,
 ) -> None:
     """Held-out pass rates of a checkpoint (default: the newest of the recipe's run)."""
-    from exgrpo_megatron import build, session  # noqa: PLC0415
-
     config = load_recipe(recipe, overrides or [])
-    with _process(config) as comm:
+    with process_group(config) as comm:
+        from exgrpo_megatron import build, checkpoint_evaluation  # noqa: PLC0415
+        from exgrpo_megatron.report.tables import evaluation_table  # noqa: PLC0415
+
+        found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm)
         inputs = build.load_inputs(config, comm)
-        found = checkpoint or session.checkpoint_store(config, comm).latest()
-        if found is None:
-            raise UserError(f"no checkpoint under {config.logger.log_dir}; train first, or give --checkpoint DIR")
-        if not found.is_dir():
-            raise UserError(f"--checkpoint {found}: no such folder")
-        evaluation = session.evaluate_checkpoint(config, inputs, found, comm)
+        evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, found, comm)
         if comm.rank == 0:
-            path = Path(config.logger.log_dir) / "eval" / f"{found.name}.json"
-            about = {"checkpoint": str(found), "version": __version__, "eval": config.eval.model_dump(mode="json")}
-            session.write_evaluation(evaluation, path, about)
-            _print_metrics(evaluation.metrics)
-            _console().print(f"written to {path}")
+            metrics = evaluation.metrics
+            summary, answers = checkpoint_evaluation.write_evaluation(config, evaluation, found)
+            Console().print(evaluation_table(metrics, len(inputs.held_out), config.eval.temperature))
+            length, cut_off = metrics["validation/response_length"], metrics["validation/truncated"]
+            _say(
+                comm, f"\nsampled answers: {length:.1f} tokens on average; cut off at the longest length: {cut_off:.0f}"
+            )
+            _say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
 
 
 @app.command()
@@ -114,11 +140,11 @@ def prefill(
     ] = None,
 ) -> None:
     """Experience to begin with (experience.prefill_path), made from the worked solutions in data.train."""
-    from exgrpo_megatron import build  # noqa: PLC0415
-    from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
-
     config = load_recipe(recipe, overrides or [])
-    with _process(config) as comm:
+    with process_group(config) as comm:
+        from exgrpo_megatron import build  # noqa: PLC0415
+        from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
+
         target = check_prefill_target(config, comm.size)
         inputs = build.load_inputs(config, comm)
         actor = build.build_rl_actor(config, inputs.model_dir, comm)
@@ -134,119 +160,143 @@ def prefill(
 @app.command()
 def show(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """The resolved recipe, what its numbers mean, and the variant's switches."""
+    from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
+
     config = load_recipe(recipe, overrides or [])
-    console = _console()
+    processes = (config.cluster.num_nodes or 1) * (config.cluster.gpus_per_node or 1)
+    console = Console()
     console.print(dump_recipe(config), markup=False, highlight=False, soft_wrap=True)
-    console.print(_two_columns("What the numbers mean", derived_table(config)))
-    console.print(_variant_table(config))
+    console.print(numbers_table(config, processes), "", variant_table(config), sep="\n")
 
 
 @app.command()
 def options() -> None:
     """Every recipe key with its default, unit and meaning."""
-    table = Table("key", "default", "unit", "meaning", title="Recipe keys")
-    for option in recipe_options():
-        table.add_row(option.name, option.default, option.unit, option.meaning)
-    console = _console()
+    from exgrpo_megatron.report.tables import option_line, options_table  # noqa: PLC0415
+
+    console = Console()
     if console.is_terminal:
-        console.print(table)
+        console.print(options_table(recipe_options()))
         return
     for option in recipe_options():
-        unit = f" [{option.unit}]" if option.unit else ""
-        console.print(f"{option.name} = {option.default}{unit}: {option.meaning}", markup=False, soft_wrap=True)
+        console.print(option_line(option), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)]) -> None:
     """Draw the dashboard of a run, finished or not."""
+    quiet_libraries()
     from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
 
-    _console().print(f"dashboard: {write_dashboard(run)}", soft_wrap=True)
+    Console().print(f"dashboard: {write_dashboard(run)}", soft_wrap=True, highlight=False)
 
 
 @app.command()
 def doctor() -> None:
     """What is installed, what each missing extra would give, and what will be used."""
+    quiet_libraries()
     from exgrpo_megatron.doctor import print_report  # noqa: PLC0415
 
     print_report()
 
 
-def _train(config: Config, comm: Any, recipe: Path) -> None:
-    from exgrpo_megatron import build, checkpointing, session  # noqa: PLC0415
+def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
+    """Everything up to the summary; None where a signal stopped the warm start."""
+    from exgrpo_megatron import build, session  # noqa: PLC0415
 
-    started = time.monotonic()
     inputs = build.load_inputs(config, comm)
-    if comm.rank == 0:
-        _console().print(_two_columns("What the numbers mean", derived_table(config, comm.size)))
-        _console().print(_variant_table(config))
-    with session.StopSignal().installed() as stop:
-        start_from: Path | None = inputs.model_dir
-        latest = session.checkpoint_store(config, comm).latest() if config.checkpointing.enabled else None
-        if config.sft.warm_start and latest is None:
-            with _reporter(comm, config.sft.max_num_steps, "warm start") as reporter:
-                start_from = session.warm_start(config, inputs, comm, reporter, stop)
-        if start_from is None:
-            _say(comm, "stopped during the warm start; the same command begins it again")
-            return
-        done = checkpointing.read_state(latest)["step"] if latest else 0
-        with _reporter(comm, config.grpo.max_num_steps, "train", done) as reporter:
-            outcome = session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
-    if comm.rank == 0:
-        _finish(outcome, recipe, config, time.monotonic() - started)
+    _describe(config, inputs, comm)
+    finished = session.finished_run(config, inputs, comm)
+    if finished:
+        return finished
+    done = session.steps_done(config, comm)
+    start_from = inputs.model_dir if done else _start(config, inputs, comm, stop)
+    if start_from is None:
+        return None
+    with _reporter(comm, config.grpo.max_num_steps, "train", done) as reporter:
+        return session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
 
 
-def _finish(outcome: Any, recipe: Path, config: Config, elapsed_s: float) -> None:
+def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
+    """What is about to be trained, on what, and what was found that should not be there."""
+    from exgrpo_megatron.question_checks import describe_questions  # noqa: PLC0415
+    from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
+    from exgrpo_megatron.run_folder import checkpoint_store  # noqa: PLC0415
+
+    if comm.rank == 0:
+        Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
+    for line in describe_questions(inputs):
+        _say(comm, line)
+    for path in checkpoint_store(config, comm).not_whole():
+        _say(comm, f"warning: {path} is no whole checkpoint (it has no state.json), so nothing goes on from it")
+
+
+def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal) -> Path | None:
+    """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
+    from exgrpo_megatron import build, question_checks, session  # noqa: PLC0415
+
+    build.check_prefill(config)
+    if comm.rank == 0 and config.env.math.check_gold:
+        for line in question_checks.check_gold_answers(config, inputs):
+            _say(comm, line)
+    if not config.sft.warm_start:
+        return inputs.model_dir
+    with _reporter(comm, config.sft.max_num_steps, "warm start") as reporter:
+        return session.warm_start(config, inputs, comm, reporter, stop)
+
+
+def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> None:
     from exgrpo_megatron.metrics import read_metrics  # noqa: PLC0415
     from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
-    from exgrpo_megatron.report.summary import run_summary  # noqa: PLC0415
+    from exgrpo_megatron.report.summary import before_and_after, run_summary  # noqa: PLC0415
+    from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE  # noqa: PLC0415
 
-    dashboard = write_dashboard(outcome.log_dir)
-    if not outcome.finished:
-        _console().print(
-            f"stopped after step {outcome.last_step}, saved in {outcome.checkpoint}; the same command goes on"
-        )
+    if outcome is None or not outcome.finished:
+        Console().print(_where_it_stopped(outcome), soft_wrap=True, highlight=False)
         return
-    records = read_metrics(outcome.log_dir / "metrics.jsonl")
-    evaluations = [record for record in records if "validation/pass_rate_t1" in record]
+    trained = outcome.last_step > outcome.first_step
+    if not trained:
+        Console().print(f"nothing was left to train: all {outcome.last_step} steps are done", highlight=False)
+    metrics = outcome.log_dir / METRICS_FILE
+    before, after = before_and_after(read_metrics(metrics))
     run_summary(
-        before=evaluations[0] if evaluations else {},
-        after=evaluations[-1] if evaluations else {},
+        before=before,
+        after=after,
         paths={
-            "dashboard": dashboard,
-            "metrics": outcome.log_dir / "metrics.jsonl",
+            "dashboard": write_dashboard(outcome.log_dir),
+            "metrics": metrics,
             "checkpoint": outcome.checkpoint,
             "export": outcome.export,
         },
-        next_command=f"exgrpo eval {recipe} --checkpoint {outcome.export or outcome.checkpoint}",
-        elapsed_s=elapsed_s,
+        # The recipe as it was run: with the overrides of this command line.
+        next_command=f"exgrpo eval {outcome.log_dir / RECIPE_FILE} --checkpoint {outcome.export or outcome.checkpoint}",
+        elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
     )
 
 
-@contextmanager
-def _process(config: Config) -> Iterator[Any]:
-    """Process groups of this process, closed at the end."""
-    _quiet()
-    from exgrpo_megatron.policy.distributed import initialize  # noqa: PLC0415
-
-    comm = initialize(config.policy, config.cluster, config.grpo.seed)
-    try:
-        yield comm
-    finally:
-        comm.shutdown()
+def _where_it_stopped(outcome: RunOutcome | None) -> str:
+    if outcome is None:
+        return "stopped during the warm start, of which nothing is kept; the same command begins it again"
+    if outcome.last_step == 0:
+        return "stopped before the first step; the same command begins again"
+    if outcome.checkpoint is None:
+        return f"stopped after step {outcome.last_step}; nothing was saved (checkpointing.enabled = false)"
+    return f"stopped after step {outcome.last_step}, saved in {outcome.checkpoint}; the same command goes on from there"
 
 
 @contextmanager
-def _session(config: Config, comm: Any) -> Iterator[None]:
-    from exgrpo_megatron import session  # noqa: PLC0415
+def _run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
+    """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal."""
+    with process_group(config) as comm:
+        from exgrpo_megatron.run_folder import locked_folder  # noqa: PLC0415
 
-    with session.run_folder(config, comm):
-        yield
+        with locked_folder(config, comm), StopSignal(announce=comm.rank == 0).installed() as stop:
+            yield comm, stop
 
 
 @contextmanager
-def _reporter(comm: Any, total: int, label: str, done: int = 0) -> Iterator[Any]:
+def _reporter(comm: Communicator, total: int, label: str, done: int = 0) -> Iterator[Reporter]:
     from exgrpo_megatron.parts import SilentReporter  # noqa: PLC0415
     from exgrpo_megatron.report.console import ProgressReporter  # noqa: PLC0415
 
@@ -257,49 +307,6 @@ def _reporter(comm: Any, total: int, label: str, done: int = 0) -> Iterator[Any]
         yield reporter
 
 
-def _quiet() -> None:
-    """Megatron's import-time warnings say nothing a user can act on; its loggers repeat them."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    warnings.filterwarnings("ignore", module=r"torch\.distributed\..*")
-
-
-def _say(comm: Any, text: str) -> None:
+def _say(comm: Communicator, text: str) -> None:
     if comm.rank == 0:
-        _console().print(text, soft_wrap=True)
-
-
-def _console() -> Console:
-    return Console()
-
-
-def _two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, show_header=False, title_justify="left", box=None)
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-def _variant_table(config: Config) -> Table:
-    table = Table("switch", "in force", "elsewhere", title=f"Variant: {config.variant}", title_justify="left", box=None)
-    for name, value in config.variant_table().items():
-        others = {variant: choice for variant, choice in VARIANTS[name].items() if choice != value}
-        table.add_row(name, str(value), ", ".join(f"{variant}: {choice}" for variant, choice in others.items()))
-    return table
-
-
-def _print_metrics(metrics: dict[str, float]) -> None:
-    for name, value in sorted(metrics.items()):
-        _console().print(f"{name} = {value:.4g}", highlight=False)
-
-
-def _fail(message: str, code: int = 2) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        Console(stderr=True).print(f"[red]error:[/red] {_escaped(message)}", soft_wrap=True, highlight=False)
-    sys.stdout.flush()
-    raise SystemExit(code)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)

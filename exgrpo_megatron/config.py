@@ -288,6 +288,11 @@ class MathEnvConfig(Section):
     require_box: bool = key(True, "an answer without a closed \\boxed{} gets 0")
     require_literal: bool = key(False, "a boxed answer that is no plain number or fraction gets 0")
     max_boxed_chars: PositiveInt = key(256, "a longer boxed answer gets 0", "characters")
+    check_gold: bool = key(
+        True,
+        "before the first step, grade every gold answer against itself and report those that no response can match; "
+        "costs 1 to 10 ms a distinct answer and worker",
+    )
     cache_size: Count = key(100_000, "verdicts remembered", "verdicts")
     all_zero_alarm_steps: PositiveInt = key(5, "warn when every reward was 0 for this many steps", "steps")
     format_alarm_share: Share = key(0.9, "warn when the format rules reject more than this share of a step's answers")

@@ -15,3 +15,7 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint, model folder or experience file that is missing, damaged, or of another run."""
+
+
+class LostRankError(UserError):
+    """Another process of the run ended while this one waited for it; why, that one has said."""

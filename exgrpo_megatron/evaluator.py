@@ -54,7 +54,7 @@ class Evaluator:
             metrics={
                 **{name: value for mode in ("t1", "greedy") for name, value in _pass_rates(mode, rows).items()},
                 "validation/response_length": _mean([float(row["num_tokens"]) for row in sampled]),  # type: ignore[arg-type]
-                "validation/truncated": sum(row["stop_reason"] == "length" for row in rows),
+                "validation/truncated": sum(row["stop_reason"] == "length" for row in sampled),
             },
             answers=rows,
         )

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exgrpo_megatron.errors import DataError, UserError
+from exgrpo_megatron.files import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class JsonlSink:
         except OSError as error:
             raise UserError(f"cannot make the folder {path.parent}: {error.strerror}; set logger.log_dir") from error
         if path.exists() and not _ends_with_newline(path):
-            _replace_text(path, "".join(_whole_lines(path)))
+            replace_text(path, "".join(_whole_lines(path)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; raises UserError where the disk refuses it."""
@@ -180,7 +181,7 @@ class JsonlSink:
         if self.path.exists():
             lines = _whole_lines(self.path)
             kept = [line for number, line in enumerate(lines, 1) if _parse(self.path, number, line)["step"] <= step]
-            _replace_text(self.path, "".join(kept))
+            replace_text(self.path, "".join(kept))
 
     def close(self) -> None:
         return None
@@ -321,14 +322,3 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise DataError(f"{path}, line {number}: not an object with a whole-number step; remove the line")
     return record
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write aside, then rename: a full disk leaves the old file."""
-    aside = path.with_name(path.name + ".new")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}; make room, then run again") from error

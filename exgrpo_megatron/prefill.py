@@ -95,16 +95,6 @@ def record_solutions(parts: Parts, endings: Sequence[str]) -> PrefillReport:
     return report
 
 
-def check_prefill_exists(config: Config) -> None:
-    """Raise ConfigError where experience.prefill_path names nothing."""
-    path = config.experience.prefill_path
-    if path is not None and not Path(path).exists():
-        raise ConfigError(
-            f"experience.prefill_path = {path!r}: there is no such file or folder; `exgrpo prefill RECIPE` makes one "
-            f"from worked solutions; null begins without"
-        )
-
-
 def load_prefill(parts: Parts, path: Path) -> str:
     """Begin with the answers in an experience file, those of questions that data.train lacks left out; a line about it.
 

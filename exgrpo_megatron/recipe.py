@@ -228,15 +228,17 @@ def _unknown_key(dotted: str) -> str:
     return f"{dotted}: unknown key; nearest: {hint} (all keys: exgrpo options)"
 
 
-def _walk(section: type[BaseModel], prefix: str) -> Iterator[Option]:
+def _walk(section: type[BaseModel], prefix: str, defaults: BaseModel | None = None) -> Iterator[Option]:
+    """The keys under a section; `defaults` are the values it has where a recipe leaves the whole section out."""
     for name, field in section.model_fields.items():
         nested = _nested_section(field)
+        default = field.default if defaults is None else getattr(defaults, name)
         if nested is not None:
-            yield from _walk(nested, f"{prefix}{name}.")
+            yield from _walk(nested, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None)
         else:
             extra = field.json_schema_extra
             unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
-            yield Option(prefix + name, _default_text(field), unit, field.description or "")
+            yield Option(prefix + name, _default_text(default), unit, field.description or "")
 
 
 def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
@@ -250,7 +252,11 @@ def _alternatives(annotation: Any) -> Iterable[Any]:
     return get_args(annotation) or (annotation,)
 
 
-def _default_text(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined or field.default is ...:
-        return "required"
-    return "null" if field.default is None else str(field.default)
+def _default_text(default: Any) -> str:
+    return "required" if default is PydanticUndefined or default is ... else yaml_text(default)
+
+
+def yaml_text(value: Any) -> str:
+    """A value on one line as a recipe would have it: `true`, `null`, `[2, 3]`."""
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10_000).strip().removesuffix("...").strip()

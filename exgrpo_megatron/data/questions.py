@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,11 +35,24 @@ class QuestionSet:
     def describe(self) -> str:
         """One line for people."""
         lengths = [len(question.prompt_ids) for question in self.questions]
+        left_out = [
+            _counted(self.dropped_too_long, "too long"),
+            _counted(self.dropped_unwritable, "the tokenizer cannot write"),
+            f"{self.num_duplicates} duplicates" if self.num_duplicates else "",
+        ]
         return (
-            f"{len(self.questions)} questions from {self.source}, prompts of {min(lengths)} to {max(lengths)} tokens; "
-            f"left out: {len(self.dropped_too_long)} too long, {len(self.dropped_unwritable)} the tokenizer cannot "
-            f"write, {self.num_duplicates} duplicates; fingerprint {self.fingerprint}"
+            f"{len(self.questions)} from {self.source}, prompts of {min(lengths)} to {max(lengths)} tokens; "
+            f"left out: {', '.join(filter(None, left_out)) or 'none'}; fingerprint {self.fingerprint}"
         )
+
+
+def _counted(ids: tuple[str, ...], what: str) -> str:
+    return f"{len(ids)} {what} ({first_ids(ids)})" if ids else ""
+
+
+def first_ids(ids: Sequence[str], most: int = 3) -> str:
+    """The first few ids, for a message."""
+    return ", ".join(ids[:most]) + (", ..." if len(ids) > most else "")
 
 
 def load_questions(

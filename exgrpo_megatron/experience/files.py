@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -85,6 +86,17 @@ def read_answers(path: Path, group_size: int) -> list[Row]:
     return rows
 
 
+def check_answers_file(path: Path, group_size: int) -> None:
+    """Refuse early, without reading the rows, what `read_answers` would refuse for the file as a whole.
+
+    Raises:
+        CheckpointError: the file is missing, no experience file, or of another group size.
+    """
+    path = path / ANSWERS_FILE if path.is_dir() else path
+    with _opened(path) as file:
+        _check_schema(path, file.schema_arrow, group_size)
+
+
 def write_summary(path: Path, summary: Summary) -> None:
     content = {
         "format": FORMAT,
@@ -141,14 +153,20 @@ def _record_batch(rows: Sequence[Row], schema: Any) -> Any:
 
 
 def _rows(path: Path, group_size: int) -> Iterator[Row]:
+    with _opened(path) as file:
+        _check_schema(path, file.schema_arrow, group_size)
+        first = 0
+        for batch in file.iter_batches(_ROWS_AT_ONCE):
+            _check_no_nulls(path, batch, first)
+            yield from _batch_rows(batch)
+            first += batch.num_rows
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_schema(path, file.schema_arrow, group_size)
-            first = 0
-            for batch in file.iter_batches(_ROWS_AT_ONCE):
-                _check_no_nulls(path, batch, first)
-                yield from _batch_rows(batch)
-                first += batch.num_rows
+            yield file
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such experience file.") from error
     except (pa.ArrowException, OSError) as error:

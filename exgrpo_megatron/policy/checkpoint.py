@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def load(folder: Path, state: Checkpointed) -> int:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
     """
     broken = f"cannot read the checkpoint {folder}"
-    for name in (".metadata", "metadata.json"):  # written last
+    for name in ("common.pt", ".metadata", "metadata.json"):  # the last two are written last
         if not (folder / name).is_file():
             raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
     with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
@@ -108,9 +109,22 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
         grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(grouped, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1),
+            storage_writer=_Writer(checkpoint_dir, thread_count=1),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says that the disk is full where torch's zip writer only says that its file has an unexpected length."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror) from error
+            raise
 
 
 def _about(state: Checkpointed) -> dict[str, Any]:
@@ -206,8 +220,12 @@ def _make_empty(folder: Path) -> None:
 def _as_checkpoint_error(what: str, advice: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError, KeyError, CheckpointingException, dcp.CheckpointException) as error:
+    except (*_FAILURES, CheckpointingException, dcp.CheckpointException) as error:
         raise CheckpointError(f"{what}: {_reason(error)}; {advice}") from error
+
+
+_FAILURES = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+"""What torch and Megatron raise for files that are cut off, changed, or cannot be written."""
 
 
 def _reason(error: BaseException) -> str:
@@ -215,4 +233,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, dcp.CheckpointException):
         failed_rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {failed_rank}: {_reason(first)}"
-    return str(error) or type(error).__name__
+    # torch follows what it found with paragraphs of advice.
+    return str(error).split("\n")[0].split(". ")[0] or type(error).__name__

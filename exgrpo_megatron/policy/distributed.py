@@ -92,6 +92,20 @@ class DataParallel:
             dist.destroy_process_group()
 
 
+def lost_rank(error: BaseException) -> bool:
+    """Whether `error`, or what caused it, is a collective that failed because another process is gone."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or any(text in str(cause) for text in _PEER_IS_GONE):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+_PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+"""What gloo (a plain RuntimeError) and NCCL say then."""
+
+
 def _launched_processes() -> int:
     return int(os.environ["WORLD_SIZE"]) if _under_torchrun() else 1
 

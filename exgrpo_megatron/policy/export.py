@@ -36,6 +36,14 @@ class ExportReport:
     tokenizer: bool
     """Whether the source folder had a tokenizer, which then went along and was checked."""
 
+    def describe(self) -> str:
+        """What was checked, in a few words."""
+        tokenizer = "the same tokenizer" if self.tokenizer else "no tokenizer"
+        return (
+            f"{self.num_parameters:,} parameters, {tokenizer}, and as transformers reads it "
+            f"log-probs within {self.max_logprob_difference:.0e} of the trainer's"
+        )
+
 
 def export_hf(actor: MegatronActor, dst: Path, source_dir: Path) -> ExportReport:
     """Write the policy as a Hugging Face folder to `dst`; collective over data-parallel ranks, of which one writes.

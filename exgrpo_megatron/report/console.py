@@ -117,6 +117,13 @@ def step_parts(metrics: Metrics) -> list[str]:
     return [text for name, form in formats if name in metrics and (text := form(metrics[name]))]
 
 
+def evaluation_line(step: int, metrics: Metrics, temperature: float) -> str:
+    """The held-out pass rates after a step (0: before the first)."""
+    words = {"validation/pass_rate_t1": f"T={temperature:g}", "validation/pass_rate_greedy": "greedy"}
+    rates = [f"{word} {metrics[name]:.1%}" for name, word in words.items() if name in metrics]
+    return f"held out, {f'after step {step}' if step else 'before the first step'}: {', '.join(rates)}"
+
+
 def format_duration(seconds: float) -> str:
     """`48s`, `3m07s`, `2h05m`."""
     whole = round(seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -46,20 +46,32 @@ def run_summary(
         console.print(f"{what:<{width}}  [bold]{escape(text)}[/]", soft_wrap=True, highlight=False)
 
 
+def before_and_after(records: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """The records of a run with its evaluation before the first step, and with its last one after that; else empty."""
+    evaluated = [record for record in records if "validation/pass_rate_t1" in record]
+    before = [record for record in evaluated if record["step"] == 0]
+    after = [record for record in evaluated if record["step"] > 0]
+    return (before[0] if before else {}), (after[-1] if after else {})
+
+
 def pass_rate_table(before: Mapping[str, float], after: Mapping[str, float], temperature: float) -> RenderableType:
     """Held-out pass rates before and after, over all questions and by category."""
     if not after and not before:
         return Text("no held-out questions: set data.validation and grpo.val_period to see a pass rate here")
     table = Table(title="held-out pass rate", title_justify="left", box=None, pad_edge=False)
     table.add_column("questions")
-    names = {name: f"T={temperature:g}" if name == "pass_rate_t1" else word for name, word in HEADLINES.items()}
-    for word in names.values():
+    for word in headline_words(temperature).values():
         table.add_column(f"{word} before", justify="right")
         table.add_column("after", justify="right", style="bold")
     table.add_row("all", *_cells(before, after, ""))
     for category in categories({**before, **after}):
         table.add_row(escape(category), *_cells(before, after, f"/{category}"))
     return table
+
+
+def headline_words(temperature: float) -> dict[str, str]:
+    """A word for each of `HEADLINES`, for people who know at which temperature was sampled."""
+    return {name: f"T={temperature:g}" if name == "pass_rate_t1" else word for name, word in HEADLINES.items()}
 
 
 def categories(metrics: Mapping[str, float]) -> list[str]:

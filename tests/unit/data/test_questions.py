@@ -110,7 +110,7 @@ def test_longer_prompts_than_the_limit_are_dropped_and_named(load, write_jsonl):
     loaded = load(path, {"max_input_seq_length": 24}, id_key="id")
     assert [len(question.prompt_ids) for question in loaded.questions] == [20, 24]
     assert loaded.dropped_too_long == ("x9",)
-    assert "2 questions" in loaded.describe()
+    assert loaded.describe().startswith("2 from ")
     assert "prompts of 20 to 24 tokens; left out: 1 too long" in loaded.describe()
 
 

@@ -1,0 +1,26 @@
+"""Small text files, replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from exgrpo_megatron.errors import UserError
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` beside `path`, then rename: whatever goes wrong, the old file stays.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    aside = path.with_name(path.name + ".new")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}; make room, then run again") from error

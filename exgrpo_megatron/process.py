@@ -1,0 +1,124 @@
+"""Around every command: quiet libraries, the process groups, and one clear message for what went wrong."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.errors import LostRankError, UserError
+from exgrpo_megatron.stop import StoppedAtOnceError
+
+if TYPE_CHECKING:
+    from exgrpo_megatron.policy.distributed import DataParallel
+
+USER_ERROR, STOPPED_AT_ONCE = 2, 130
+"""Exit codes."""
+
+PATIENCE_S = 3.0
+"""How long a rank other than 0 keeps an error to itself."""
+
+_ENVIRONMENT_ERRORS = frozenset(
+    {
+        errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOSPC,
+        errno.ENOTDIR, errno.EPERM, errno.EROFS, errno.ESTALE,
+    }
+)  # fmt: skip
+"""OSErrors that come from disks, quotas and permissions, not from a mistake of this program."""
+
+
+def launched_rank() -> int:
+    """This process's rank as its launcher says; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def process_group(config: Config) -> Iterator[DataParallel]:
+    """The data-parallel group of this process, left at the end; libraries are kept quiet inside.
+
+    Raises:
+        LostRankError: another process ended early.
+    """
+    quiet_libraries()
+    from exgrpo_megatron.policy import distributed  # noqa: PLC0415
+
+    quiet_transformers()
+    comm = distributed.initialize(config.policy, config.cluster, config.grpo.seed)
+    try:
+        yield comm
+        comm.barrier()
+    except (RuntimeError, UserError) as error:
+        if comm.size > 1 and distributed.lost_rank(error):
+            raise LostRankError(
+                "another process of the run ended, and this one cannot go on without it; see its message"
+            ) from error
+        raise
+    finally:
+        comm.shutdown()
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """Ends the process with one message and exit code 2 for what the user must change; bugs keep their traceback."""
+    try:
+        yield
+    except LostRankError as error:
+        time.sleep(2 * PATIENCE_S)  # longer than the rank that ended keeps its message to itself
+        _fail(str(error))
+    except UserError as error:
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in _ENVIRONMENT_ERRORS:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        _fail(f"{error.strerror}{where}: make room, mend the permissions, or choose another logger.log_dir")
+    except StoppedAtOnceError:
+        _fail("stopped at once: nothing is saved of the steps since the last checkpoint", STOPPED_AT_ONCE)
+
+
+def quiet_libraries() -> None:
+    """Our own warnings as one line each, on rank 0; of libraries only errors: their warnings say nothing to act on."""
+    logging.basicConfig(level=logging.WARNING if launched_rank() == 0 else logging.ERROR, handlers=[_LineHandler()])
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+
+
+def quiet_transformers() -> None:
+    """No progress bar for every model folder that is written or read back."""
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+class _LineHandler(logging.Handler):
+    """Writes to the stderr of the moment, which a progress bar replaces while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.ERROR and not record.name.startswith("exgrpo"):
+            return
+        sys.stderr.write(f"{record.levelname.lower()}: {self.format(record)}\n")
+
+
+def let_rank_0_speak() -> None:
+    """On another rank wait: where rank 0 fails of the same, its launcher ends this process meanwhile."""
+    if launched_rank():
+        time.sleep(PATIENCE_S)
+
+
+def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
+    let_rank_0_speak()
+    rank = launched_rank()
+    whose = f"rank {rank}: " if rank else ""
+    Console(stderr=True).print(f"[red]error:[/red] {escape(whose + message)}", soft_wrap=True, highlight=False)
+    sys.stdout.flush()
+    raise SystemExit(code)

@@ -1,0 +1,69 @@
+"""What a run says about its questions before it trains on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from exgrpo_megatron import build
+from exgrpo_megatron.build import Inputs
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.data.questions import check_disjoint
+from exgrpo_megatron.errors import DataError
+from exgrpo_megatron.rewards.verifier import MathVerifier
+from exgrpo_megatron.types import Question
+
+SHOWN = 5
+"""Questions named in a warning."""
+
+
+def describe_questions(inputs: Inputs) -> Iterator[str]:
+    """A line a set: how many, what was left out and why; and how many stand in both sets, which none should."""
+    yield f"training questions: {inputs.train.describe()}"
+    if inputs.validation is None:
+        return
+    yield f"held-out questions: {inputs.validation.describe()}"
+    shared = check_disjoint(inputs.train, inputs.validation)
+    if shared:
+        yield (
+            f"warning: {shared} of the {len(inputs.held_out)} held-out questions are training questions too, so the "
+            f"held-out pass rate flatters the model; take them out of data.train or data.validation"
+        )
+
+
+def check_gold_answers(config: Config, inputs: Inputs) -> Iterator[str]:
+    """A warning a set whose gold answers the verifier does not all accept as equal to themselves.
+
+    Raises:
+        DataError: it accepts none of the training answers, so nothing could be learned.
+    """
+    with build.build_verifier(config) as verifier:
+        refused = _refused(verifier, inputs.train.questions)
+        if len(refused) == len(inputs.train.questions):
+            raise DataError(
+                f"no gold answer of {inputs.train.source} is accepted as equal to itself ({_shown(refused)}), so no "
+                f"response can be rewarded; {_REMEDY}"
+            )
+        for kind, questions, found in (
+            ("training", inputs.train.questions, refused),
+            ("held-out", inputs.held_out, _refused(verifier, inputs.held_out)),
+        ):
+            if found:
+                yield (
+                    f"warning: {len(found)} of {len(questions)} {kind} gold answers are not accepted as equal to "
+                    f"themselves, so no response to these questions can be rewarded: {_shown(found)}; {_REMEDY}"
+                )
+
+
+_REMEDY = (
+    "correct the answers (data.*.answer_key, data.*.answer_marker), or see whether env.math.require_literal or "
+    "env.math.max_boxed_chars forbids them"
+)
+
+
+def _refused(verifier: MathVerifier, questions: tuple[Question, ...]) -> list[Question]:
+    return [questions[index] for index in verifier.check_gold([question.answer for question in questions])]
+
+
+def _shown(questions: list[Question]) -> str:
+    some = ", ".join(f"{question.id} ({question.answer[:40]!r})" for question in questions[:SHOWN])
+    return some + (", ..." if len(questions) > SHOWN else "")

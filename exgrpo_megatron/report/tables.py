@@ -1,0 +1,71 @@
+"""The tables of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from exgrpo_megatron.config import VARIANTS, Config
+from exgrpo_megatron.recipe import Option, derived_table, yaml_text
+from exgrpo_megatron.report.summary import categories, headline_words
+
+
+def numbers_table(config: Config, data_parallel_size: int) -> Table:
+    """What the recipe's numbers mean, on so many ranks."""
+    table = Table(title="What the numbers mean", show_header=False, title_justify="left", box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in derived_table(config, data_parallel_size):
+        table.add_row(name, escape(value))
+    return table
+
+
+def variant_table(config: Config) -> Table:
+    """Every switch on which the paper and its code differ: the value in force, and those of the other variants."""
+    table = Table(title=f"Variant: {config.variant}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("switch", no_wrap=True)
+    table.add_column("in force", style="bold", no_wrap=True)
+    table.add_column("elsewhere", overflow="fold")
+    for name, value in config.variant_table().items():
+        others = {variant: choice for variant, choice in VARIANTS[name].items() if choice != value}
+        elsewhere = ", ".join(f"{variant}: {yaml_text(choice)}" for variant, choice in others.items())
+        table.add_row(name, yaml_text(value), elsewhere)
+    return table
+
+
+def options_table(options: Sequence[Option]) -> Table:
+    """Every recipe key, for a terminal."""
+    table = Table(title="Recipe keys", title_justify="left", box=None, pad_edge=False)
+    table.add_column("key", no_wrap=True, style="bold")
+    table.add_column("default [unit]", overflow="fold", max_width=24)
+    table.add_column("meaning", overflow="fold")
+    for option in options:
+        table.add_row(option.name, escape(f"{option.default}{_unit(option)}"), escape(option.meaning))
+    return table
+
+
+def option_line(option: Option) -> str:
+    """A recipe key in one line, to search in."""
+    return f"{option.name} = {option.default}{_unit(option)}: {option.meaning}"
+
+
+def evaluation_table(metrics: Mapping[str, float], num_questions: int, temperature: float) -> Table:
+    """Held-out pass rates of one evaluation, over all questions and by category."""
+    table = Table(title="held-out pass rate", title_justify="left", box=None, pad_edge=False)
+    table.add_column("questions")
+    words = headline_words(temperature)
+    for word in words.values():
+        table.add_column(word, justify="right", style="bold")
+    for label, ending in [
+        (f"all {num_questions}", ""),
+        *((escape(name), f"/{name}") for name in categories(metrics)),
+    ]:
+        values = [metrics.get(f"validation/{name}{ending}") for name in words]
+        table.add_row(label, *("-" if value is None else f"{value:.1%}" for value in values))
+    return table
+
+
+def _unit(option: Option) -> str:
+    return f" [{option.unit}]" if option.unit else ""

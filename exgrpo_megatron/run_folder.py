@@ -1,0 +1,109 @@
+"""The folder of a run (`logger.log_dir`): its lock, recipe, metrics, and what it exported."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from exgrpo_megatron.build import writable_folder
+from exgrpo_megatron.checkpointing import CheckpointStore
+from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.metrics import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink, read_metrics
+from exgrpo_megatron.recipe import dump_recipe
+
+RECIPE_FILE = "recipe.yaml"
+METRICS_FILE = "metrics.jsonl"
+EXPORT_FOLDER = "hf"
+_EXPORT_FILE = "export.json"
+
+
+class RunFolder:
+    """Where the files of a recipe's run lie. Only rank 0 may write."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.path = Path(config.logger.log_dir)
+
+    @property
+    def export(self) -> Path:
+        """The Hugging Face folder of the finished run."""
+        return self.path / EXPORT_FOLDER
+
+    def begin(self, last_step: int) -> Path | None:
+        """Make the folder that of this recipe, which goes on after `last_step`.
+
+        A run that begins anew would truncate metrics of one before it: they are moved to `metrics.1.jsonl` and so on,
+        and the new path is returned.
+        """
+        replace_text(self.path / RECIPE_FILE, dump_recipe(self.config))
+        metrics = self.path / METRICS_FILE
+        if last_step > 0 or not metrics.is_file() or not any(record["step"] > 0 for record in read_metrics(metrics)):
+            return None
+        moved = next(path for n in count(1) if not (path := metrics.with_suffix(f".{n}.jsonl")).exists())
+        return metrics.rename(moved)
+
+    def exported_step(self) -> int | None:
+        """The step whose weights `export` holds, as far as is known."""
+        try:
+            step = json.loads((self.path / _EXPORT_FILE).read_text(encoding="utf-8"))["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return step if (self.export / "config.json").is_file() else None
+
+    def set_exported_step(self, step: int | None) -> None:
+        """Note what `export` holds; None while that is not certain."""
+        if step is None:
+            (self.path / _EXPORT_FILE).unlink(missing_ok=True)
+        else:
+            replace_text(self.path / _EXPORT_FILE, json.dumps({"step": step}) + "\n")
+
+
+def checkpoint_store(config: Config, comm: Communicator) -> CheckpointStore:
+    """The checkpoints of the recipe's run."""
+    folder = Path(config.checkpointing.checkpoint_dir or Path(config.logger.log_dir) / "checkpoints")
+    return CheckpointStore(folder, config.checkpointing, comm)
+
+
+@contextmanager
+def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
+    """The run's folder, made, and locked against a second run."""
+    path = writable_folder(Path(config.logger.log_dir), "logger.log_dir")
+    if comm.rank != 0:
+        yield RunFolder(config)
+        return
+    with (path / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"logger.log_dir = {str(path)!r}: another run is writing there; wait for it, stop it, or choose "
+                f"another logger.log_dir"
+            ) from None
+        yield RunFolder(config)
+
+
+@contextmanager
+def open_metrics(
+    config: Config, comm: Communicator, last_step: int, folder: Path | None = None
+) -> Iterator[MetricsLogger]:
+    """The metrics files in `folder` (the run's) on rank 0, without lines after `last_step`; nothing on the others."""
+    folder = folder or Path(config.logger.log_dir)
+    sinks: list[MetricSink] = []
+    if comm.rank == 0:
+        sinks.append(JsonlSink(folder / METRICS_FILE))
+        if config.logger.tensorboard_enabled:
+            sinks.append(TensorBoardSink(folder / "tensorboard"))
+    for sink in sinks:
+        sink.truncate_after(last_step)
+    logger = MetricsLogger(sinks)
+    try:
+        yield logger
+    finally:
+        logger.close()

@@ -1,0 +1,49 @@
+"""Leaving a run on SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SAME_REQUEST_S = 1.0
+"""Signals this close together are one: a terminal and a launcher may both pass on the same Ctrl-C."""
+
+_NOTICE = b"\nstopping after this step (a second signal stops at once, without saving)\n"
+
+
+class StoppedAtOnceError(BaseException):
+    """A second signal. No Exception, so that nothing on the way out takes it for a failure it can handle."""
+
+
+class StopSignal:
+    """SIGTERM or Ctrl-C asks for a clean stop after the current step; a second one stops at once."""
+
+    def __init__(self, *, announce: bool = False) -> None:
+        """`announce`: say on stderr that the first signal was understood; for one rank only."""
+        self.requested = False
+        self._announce = announce
+        self._requested_at = 0.0
+
+    @contextmanager
+    def installed(self) -> Iterator[StopSignal]:
+        """Handles the signals inside the block."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._requested_at = True, now
+            if self._announce:
+                # Not through sys.stderr: the signal may have come in the middle of a write to it.
+                os.write(2, _NOTICE)
+        elif now - self._requested_at > SAME_REQUEST_S:
+            raise StoppedAtOnceError
