@@ -117,6 +117,9 @@ METRICS: dict[str, Metric] = {
     "sft/loss": Metric("nats", "supervised fine-tuning: mean negative log-prob of a target token"),
     "sft/learning_rate": Metric("", "supervised fine-tuning: learning rate"),
     "sft/grad_norm": Metric("", "supervised fine-tuning: global L2 norm of the gradient before clipping"),
+    "sft/skipped_updates": Metric(
+        "updates", "supervised fine-tuning: 1 where loss or norm was not finite or too large"
+    ),
     "run/rss_gib": Metric("GiB", "resident memory of rank 0's process"),
 }
 """By name. A name ending in `<...>` is a family: any ending in its place (digits only for `<k>`)."""
