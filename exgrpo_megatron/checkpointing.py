@@ -69,6 +69,12 @@ class CheckpointStore:
         found = self._all()
         return found[-1] if found else None
 
+    def not_whole(self) -> list[Path]:
+        """Folders with the name of a checkpoint that are none: nothing is resumed from them."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and not _is_whole(path))
+
     def best(self) -> Path | None:
         """The checkpoint best in `checkpointing.metric_name` (ties: the newest); None where none has the metric."""
         scored = [(value, path) for path in self._all() if (value := self._metric(path)) is not None]
@@ -80,7 +86,7 @@ class CheckpointStore:
     def _all(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and (path / STATE_FILE).is_file()]
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and _is_whole(path)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
     def _metric(self, path: Path) -> float | None:
@@ -115,6 +121,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} (it lacks {', '.join(sorted(missing))})")
     return state
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    return (checkpoint / STATE_FILE).is_file()
 
 
 def _damaged(checkpoint: Path) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from exgrpo_megatron import __version__
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.process import launched_rank, process_group, quiet_libraries, reported_errors
+from exgrpo_megatron.process import let_rank_0_speak, process_group, quiet_libraries, reported_errors
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.recipe import options as recipe_options
 from exgrpo_megatron.stop import StopSignal
@@ -47,8 +47,8 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             code = app(args, prog_name="exgrpo", standalone_mode=False)
         except _UsageError as error:
-            if launched_rank() == 0:
-                error.show()
+            let_rank_0_speak()
+            error.show()
             code = error.exit_code
     sys.exit(code or 0)
 
@@ -202,23 +202,14 @@ def doctor() -> None:
 
 def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
     """Everything up to the summary; None where a signal stopped the warm start."""
-    from exgrpo_megatron import build, question_checks, session  # noqa: PLC0415
-    from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
+    from exgrpo_megatron import build, session  # noqa: PLC0415
 
     inputs = build.load_inputs(config, comm)
-    if comm.rank == 0:
-        Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
-    for line in question_checks.describe_questions(inputs):
-        _say(comm, line)
+    _describe(config, inputs, comm)
     finished = session.finished_run(config, inputs, comm)
     if finished:
         return finished
     done = session.steps_done(config, comm)
-    if done == 0:
-        build.check_prefill(config)
-        if comm.rank == 0 and config.env.math.check_gold:
-            for line in question_checks.check_gold_answers(config, inputs):
-                _say(comm, line)
     start_from = inputs.model_dir if done else _start(config, inputs, comm, stop)
     if start_from is None:
         return None
@@ -226,10 +217,28 @@ def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome |
         return session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
 
 
-def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal) -> Path | None:
-    """The model folder the first step begins with; None where a signal stopped the warm start."""
-    from exgrpo_megatron import session  # noqa: PLC0415
+def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
+    """What is about to be trained, on what, and what was found that should not be there."""
+    from exgrpo_megatron.question_checks import describe_questions  # noqa: PLC0415
+    from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
+    from exgrpo_megatron.run_folder import checkpoint_store  # noqa: PLC0415
 
+    if comm.rank == 0:
+        Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
+    for line in describe_questions(inputs):
+        _say(comm, line)
+    for path in checkpoint_store(config, comm).not_whole():
+        _say(comm, f"warning: {path} is no whole checkpoint (it has no state.json), so nothing goes on from it")
+
+
+def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal) -> Path | None:
+    """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
+    from exgrpo_megatron import build, question_checks, session  # noqa: PLC0415
+
+    build.check_prefill(config)
+    if comm.rank == 0 and config.env.math.check_gold:
+        for line in question_checks.check_gold_answers(config, inputs):
+            _say(comm, line)
     if not config.sft.warm_start:
         return inputs.model_dir
     with _reporter(comm, config.sft.max_num_steps, "warm start") as reporter:

@@ -109,7 +109,9 @@ class ExperienceConfig(Section):
         "normal(k/K; 0.5, bucket_sigma); linear: k/K; sqrt: sqrt(k/K); linear_clip: min(k/K, 0.5); uniform: every "
         "stored question alike; null: as the variant says",
     )
-    bucket_sigma: PositiveFloat = key(1.0, "width of the normal bucket weights, in counts or accuracy")
+    bucket_sigma: PositiveFloat = key(
+        1.0, "width of the normal bucket weights, in counts or accuracy; the other weights have none"
+    )
     answer_choice: AnswerChoice | None = key(
         None, "which stored answer of a drawn question is replayed, under the current policy; null: as the variant says"
     )
@@ -120,13 +122,15 @@ class ExperienceConfig(Section):
         None, "when correct answers begin to be stored; null: as the variant says"
     )
     retire_from: Literal["replay", "replay_and_fresh"] | None = key(
-        None, "where a question with all K correct no longer appears; null: as the variant says"
+        None,
+        "where a question with all K correct no longer appears: among replayed ones, or from the next epoch on among "
+        "new ones too, of which a batch and 20 always stay; null: as the variant says",
     )
     unused_fresh: Literal["keep", "discard"] | None = key(
-        None, "fresh questions displaced by replayed ones: keep in line, or throw away; null: as the variant says"
+        None, "new questions displaced by replayed ones: keep in line, or throw away; null: as the variant says"
     )
     allow_duplicates: bool | None = key(
-        None, "a question may stand in a batch both as fresh and as replayed; null: as the variant says"
+        None, "a question may stand in a batch both as new and as replayed; null: as the variant says"
     )
     shaping: Literal["ratio", "none"] = key("ratio", "ratio: f(w) = w / (w + shaping_beta) on replayed tokens; none: w")
     shaping_beta: PositiveFloat = key(0.1, "beta of f(w)")

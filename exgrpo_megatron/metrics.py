@@ -70,7 +70,9 @@ METRICS: dict[str, Metric] = {
     "experience/scored_answers": Metric("answers", "stored answers of drawn questions scored to choose among them"),
     "experience/padded_logprobs": Metric("tokens", "log-probs padded in the step (stored_answer: text only)"),
     "experience/mean_age_steps": Metric("steps", "mean steps since the replayed answers were stored (prefilled: at 0)"),
-    "experience/bucket_<k>": Metric("questions", "questions in the buffer whose latest group had k correct"),
+    "experience/bucket_<k>": Metric(
+        "questions", "questions in the buffer whose latest group with a correct answer had k"
+    ),
     "policy/loss": Metric("", "loss, mean over the optimiser steps of the step"),
     "policy/entropy": Metric("nats", "mean entropy over response tokens, before their optimiser step"),
     "policy/grad_norm": Metric("", "global L2 norm of the gradient before clipping, largest of the step"),

@@ -26,7 +26,7 @@ USER_ERROR, STOPPED_AT_ONCE = 2, 130
 """Exit codes."""
 
 PATIENCE_S = 3.0
-"""How long a rank other than 0 keeps an error to itself: where rank 0 fails of the same, the launcher ends it first."""
+"""How long a rank other than 0 keeps an error to itself."""
 
 _ENVIRONMENT_ERRORS = frozenset(
     {
@@ -73,7 +73,8 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except LostRankError as error:
-        _fail(str(error), patience_s=2 * PATIENCE_S)
+        time.sleep(2 * PATIENCE_S)  # longer than the rank that ended keeps its message to itself
+        _fail(str(error))
     except UserError as error:
         _fail(str(error))
     except OSError as error:
@@ -86,10 +87,8 @@ def reported_errors() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Warnings of ours as one line each, on rank 0; none of Megatron's and torch's, which say nothing to act on."""
+    """Our own warnings as one line each, on rank 0; of libraries only errors: their warnings say nothing to act on."""
     logging.basicConfig(level=logging.WARNING if launched_rank() == 0 else logging.ERROR, handlers=[_LineHandler()])
-    for name in ("megatron", "matplotlib", "torch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
 
@@ -105,12 +104,20 @@ class _LineHandler(logging.Handler):
     """Writes to the stderr of the moment, which a progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.ERROR and not record.name.startswith("exgrpo"):
+            return
         sys.stderr.write(f"{record.levelname.lower()}: {self.format(record)}\n")
 
 
-def _fail(message: str, code: int = USER_ERROR, patience_s: float | None = None) -> NoReturn:
+def let_rank_0_speak() -> None:
+    """On another rank wait: where rank 0 fails of the same, its launcher ends this process meanwhile."""
+    if launched_rank():
+        time.sleep(PATIENCE_S)
+
+
+def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
+    let_rank_0_speak()
     rank = launched_rank()
-    time.sleep(patience_s if patience_s is not None else PATIENCE_S if rank else 0.0)
     whose = f"rank {rank}: " if rank else ""
     Console(stderr=True).print(f"[red]error:[/red] {escape(whose + message)}", soft_wrap=True, highlight=False)
     sys.stdout.flush()

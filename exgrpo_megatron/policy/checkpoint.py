@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def load(folder: Path, state: Checkpointed) -> int:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
     """
     broken = f"cannot read the checkpoint {folder}"
-    for name in (".metadata", "metadata.json"):  # written last
+    for name in ("common.pt", ".metadata", "metadata.json"):  # the last two are written last
         if not (folder / name).is_file():
             raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
     with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
@@ -219,8 +220,12 @@ def _make_empty(folder: Path) -> None:
 def _as_checkpoint_error(what: str, advice: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError, KeyError, CheckpointingException, dcp.CheckpointException) as error:
+    except (*_FAILURES, CheckpointingException, dcp.CheckpointException) as error:
         raise CheckpointError(f"{what}: {_reason(error)}; {advice}") from error
+
+
+_FAILURES = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+"""What torch and Megatron raise for files that are cut off, changed, or cannot be written."""
 
 
 def _reason(error: BaseException) -> str:
@@ -228,4 +233,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, dcp.CheckpointException):
         failed_rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {failed_rank}: {_reason(first)}"
-    return str(error) or type(error).__name__
+    # torch follows what it found with paragraphs of advice.
+    return str(error).split("\n")[0].split(". ")[0] or type(error).__name__

@@ -15,7 +15,7 @@ from exgrpo_megatron.comm import Communicator, SingleProcess
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.recipe import parse_recipe
 from exgrpo_megatron.rollout.protocol import SampledResponse
-from exgrpo_megatron.trainer import Trainer
+from exgrpo_megatron.trainer import StepResult, Trainer
 from exgrpo_megatron.types import Group, Logprobs, Question, TokenIds, Trajectory
 
 Script = Callable[[str, int], list[str]]
@@ -74,6 +74,15 @@ def right(question_id: str, style: int = 0) -> str:
 
 def wrong(question_id: str) -> str:
     return f"\\boxed{{{int(question_id[1:]) + 50}}}"
+
+
+def all_wrong(question_id: str, samples: int) -> list[str]:
+    return [wrong(question_id)] * samples
+
+
+def half_right(question_id: str, samples: int) -> list[str]:
+    """Two different right answers, then wrong ones."""
+    return [right(question_id), right(question_id, 1), wrong(question_id), wrong(question_id)][:samples]
 
 
 def make_config(tmp_path: Path, num_questions: int = 12, **sections: Any) -> Config:
@@ -150,3 +159,8 @@ def plant(
 def replayed_members(groups: Sequence[Group]) -> dict[str, Trajectory]:
     """Question id -> the stored answer in its group."""
     return {group.question.id: member for group in groups for member in group.trajectories if member.replayed}
+
+
+def fresh_ids(result: StepResult) -> list[str]:
+    """The new questions of a step, in order."""
+    return [group.question.id for group in result.groups if not group.replayed]

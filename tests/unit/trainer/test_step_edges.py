@@ -5,21 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scripted import build_trainer, plant, replayed_members, right, wrong
+from scripted import all_wrong, build_trainer, fresh_ids, half_right, plant, replayed_members, right, wrong
 
 from exgrpo_megatron.metrics import find_metric
 
 
-def all_wrong(name, samples):
-    return [wrong(name)] * samples
-
-
 def all_right(name, samples):
     return [right(name)] * samples
-
-
-def half(name, samples):
-    return [right(name), right(name, 1), wrong(name), wrong(name)][:samples]
 
 
 @pytest.fixture
@@ -30,18 +22,14 @@ def make(tmp_path, data_parallel):
     return build
 
 
-def fresh_ids(result):
-    return [group.question.id for group in result.groups if not group.replayed]
-
-
 def test_a_question_retired_while_in_line_comes_once_more_as_new_and_nothing_is_stored_of_it(make):
     # q9 waits in line for step 2 (6 4 2 12 | 9 ...) and is replayed and solved in step 1.
-    trainer = make(lambda name, samples: all_right(name, samples) if samples == 3 else half(name, samples))
+    trainer = make(lambda name, samples: all_right(name, samples) if samples == 3 else half_right(name, samples))
     plant(trainer, "q9", [right("q9", 2)])
     first = trainer.step()
     assert set(replayed_members(first.groups)) == {"q9"}
     assert trainer.parts.experience.is_retired("q9")
-    trainer.parts.engine.script = half
+    trainer.parts.engine.script = half_right
     second = trainer.step()
     assert "q9" in fresh_ids(second)
     assert second.metrics["experience/retired_again"] == 1
@@ -77,7 +65,7 @@ def test_an_answer_refused_at_the_door_is_counted_and_named(make):
         logprobs[1] = np.nan if question.id == "q4" else -0.5
         return logprobs
 
-    trainer = make(half, loss_fn={"old_logprobs": "engine"})
+    trainer = make(half_right, loss_fn={"old_logprobs": "engine"})
     trainer.parts.engine.recorder = with_a_nan
     result = trainer.step()
     assert result.metrics["experience/refused"] == 2
@@ -87,7 +75,7 @@ def test_an_answer_refused_at_the_door_is_counted_and_named(make):
 
 
 def test_a_skipped_update_is_a_warning_and_counted_in_its_own_step_only(make):
-    trainer = make(half, loss_fn={"old_logprobs": "engine"})
+    trainer = make(half_right, loss_fn={"old_logprobs": "engine"})
     sound = trainer.parts.engine.recorder
     trainer.parts.engine.recorder = lambda question, ids: np.full(len(ids), np.nan, dtype=np.float32)
     before = {name: tensor.clone() for name, tensor in trainer.parts.policy.export_weights()}
@@ -104,7 +92,7 @@ def test_a_skipped_update_is_a_warning_and_counted_in_its_own_step_only(make):
 
 @pytest.mark.parametrize("broken_update", [0, 1])
 def test_a_gradient_norm_that_is_not_finite_shows_whichever_update_it_was(make, monkeypatch, broken_update):
-    trainer = make(half, policy={"train_global_batch_size": 8})
+    trainer = make(half_right, policy={"train_global_batch_size": 8})
     norms = [1.0, 1.0]
     norms[broken_update] = math.nan
     update = trainer.parts.policy.update
@@ -129,13 +117,13 @@ def test_correct_answers_that_are_not_stored_are_counted_by_why(make):
     trainer = make(lambda name, samples: [right(name), right(name), wrong(name), wrong(name)])
     first = trainer.step().metrics
     assert (first["experience/stored_this_step"], first["experience/already_stored"]) == (4, 4)
-    late = make(half, experience={"collect_from": "mixed_phase", "start_pass_rate": 0.9})
+    late = make(half_right, experience={"collect_from": "mixed_phase", "start_pass_rate": 0.9})
     metrics = late.step().metrics
     assert (metrics["experience/stored_this_step"], metrics["experience/not_collected"]) == (0, 8)
 
 
 def test_every_metric_is_documented_and_finite(make):
-    trainer = make(half)
+    trainer = make(half_right)
     for _ in range(2):
         metrics = trainer.step().metrics
         assert all(find_metric(name) for name in metrics)
@@ -158,7 +146,7 @@ class TwoRanks:
 def test_times_are_those_of_the_slowest_rank(make, monkeypatch):
     from exgrpo_megatron import step_metrics
 
-    trainer = make(half)
+    trainer = make(half_right)
     records = []
     computed = step_metrics.step_metrics
     monkeypatch.setattr("exgrpo_megatron.trainer.step_metrics", lambda *args: records.append(args) or computed(*args))

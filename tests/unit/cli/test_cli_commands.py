@@ -1,0 +1,153 @@
+"""What the commands do and show."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_project import assert_refused, contents, rows, write_lines
+
+from exgrpo_megatron.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_training_again_after_the_last_step_goes_straight_to_the_summary(exgrpo, trained):
+    before = contents(trained)
+    result = exgrpo("train", "recipe.yaml")
+    assert result.code == 0
+    assert "nothing was left to train: all 2 steps are done" in result.out
+    lines = [line.split() for line in result.out.splitlines()]
+    for what, path in [
+        ("dashboard", "run/dashboard.png"),
+        ("metrics", "run/metrics.jsonl"),
+        ("checkpoint", "run/checkpoints/step_000002"),
+        ("export", "run/hf"),
+    ]:
+        assert [what, path] in lines
+        assert Path(path).exists()
+    assert "exgrpo eval run/recipe.yaml --checkpoint run/hf" in result.out
+    changed = {path for path, digest in contents(trained).items() if before.get(path) != digest}
+    assert changed <= {trained / "run" / "dashboard.png"}
+
+
+def test_more_steps_go_on_from_the_last_and_name_the_change(exgrpo, trained):
+    result = exgrpo("train", "recipe.yaml", "grpo.max_num_steps=3")
+    assert result.code == 0
+    assert "resuming from run/checkpoints/step_000002: 2 of 3 steps are done" in result.out
+    assert "the recipe changed since then: grpo.max_num_steps: 2 -> 3" in result.out
+    assert "exported to run/hf and checked: 397,056 parameters" in result.out
+    assert "PosixPath" not in result.out
+    assert "Loading weights" not in result.err
+
+
+def test_metrics_of_a_run_that_cannot_be_resumed_are_kept(exgrpo, trained):
+    before = (trained / "run" / "metrics.jsonl").read_text()
+    result = exgrpo("train", "recipe.yaml", "checkpointing.enabled=false", "checkpointing.export_hf=false")
+    assert result.code == 0
+    assert "kept as run/metrics.1.jsonl" in result.out
+    assert (trained / "run" / "metrics.1.jsonl").read_text() == before
+
+
+def test_eval_shows_a_table_by_category_and_writes_metrics_and_answers(exgrpo, trained):
+    with_category = [{**row, "kind": kind} for row, kind in zip(rows(10, 2), ["easy", "hard"], strict=True)]
+    write_lines(trained / "held_out.jsonl", *with_category)
+    result = exgrpo("eval", "recipe.yaml", "data.validation.category_key=kind", "eval.num_tests_per_prompt=2")
+    assert result.code == 0, result.err
+    table = [line.split()[:2] for line in result.out.splitlines()]
+    assert [line[0] for line in table if line and line[0] in ("questions", "all", "easy", "hard")] == [
+        "questions",
+        "all",
+        "easy",
+        "hard",
+    ]
+    written = json.loads((trained / "run" / "eval" / "step_000002.json").read_text())
+    assert written["checkpoint"] == "run/checkpoints/step_000002"
+    assert written["eval"]["num_tests_per_prompt"] == 2
+    assert set(written["metrics"]) >= {"validation/pass_rate_t1/easy", "validation/pass_rate_greedy/hard"}
+    answers = [json.loads(line) for line in (trained / "run" / "eval" / "step_000002.answers.jsonl").open()]
+    # Two questions, each sampled twice and once greedily.
+    assert [answer["mode"] for answer in answers] == ["t1"] * 4 + ["greedy"] * 2
+    assert {answer["category"] for answer in answers} == {"easy", "hard"}
+
+
+def test_a_checkpoint_and_its_export_evaluate_alike(exgrpo, trained):
+    exgrpo("eval", "recipe.yaml")
+    exgrpo("eval", "recipe.yaml", "--checkpoint", "run/hf")
+    ours, exported = (trained / "run" / "eval" / f"{name}.answers.jsonl" for name in ("step_000002", "hf"))
+    assert ours.read_text() == exported.read_text()
+
+
+def test_evaluations_of_another_run_do_not_hide_ones_own(exgrpo, trained):
+    shutil.copytree("run/hf", "other/hf")
+    exgrpo("eval", "recipe.yaml", "--checkpoint", "other/hf")
+    assert (trained / "run" / "eval" / "other-hf.json").is_file()
+
+
+def test_sft_exports_a_model_and_says_how_to_go_on(exgrpo, trained):
+    lines = [{**row, "how": f"\\boxed{{{row['answer']}}}"} for row in rows(1, 4)]
+    write_lines(trained / "train.jsonl", *lines)
+    result = exgrpo("sft", "recipe.yaml", "data.train.solution_key=how", "logger.log_dir=new")
+    assert result.code == 0, result.err
+    assert "exported to new/sft/hf" in result.out
+    assert "exgrpo eval recipe.yaml --checkpoint new/sft/hf" in result.out
+    assert exgrpo("eval", "recipe.yaml", "--checkpoint", "new/sft/hf").code == 0
+
+
+def test_sft_without_solutions_says_which_key_names_them(exgrpo, project):
+    assert_refused(exgrpo("sft", "recipe.yaml"), contents(project), "solution_key")
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_show_prints_a_recipe_that_loads_again_and_both_tables(exgrpo, project, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = exgrpo("show", "recipe.yaml", "grpo.seed=7", "cluster.gpus_per_node=2")
+    text, _, tables = result.out.partition("What the numbers mean")
+    (project / "again.yaml").write_text(text)
+    assert load_recipe("again.yaml") == load_recipe("recipe.yaml", ["grpo.seed=7", "cluster.gpus_per_node=2"])
+    assert max(map(len, tables.splitlines())) <= width
+    shown = " ".join(tables.split())
+    assert "questions a step 2, of which at most 1 replayed" in shown
+    assert "on each of 2 data-parallel rank(s)" in shown
+    assert "loss_fn.normalizer global_width paper: per_answer_length, code: rank_width" in shown
+    assert "loss_fn.clip_in_mixed_phase false paper: true" in shown
+
+
+def test_options_give_every_default_as_a_recipe_would_write_it(exgrpo):
+    lines = exgrpo("options").out.splitlines()
+    for start in (
+        "grpo.val_at_start = true: ",
+        # The default of the section, not that of the class it shares with policy.megatron_cfg.optimizer (1e-6).
+        "sft.optimizer.lr = 1.0e-05: ",
+        "policy.megatron_cfg.optimizer.lr = 1.0e-06: ",
+        "sft.scheduler.lr_decay_style = linear: ",
+        "data.train.generator_difficulties = [2, 3, 4, 5, 6]: ",
+        "policy.model_name = required [path]: ",
+        "env.math.check_gold = true: ",
+        "experience.prefill_path = null [path]: ",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+
+
+def test_the_version_is_told(exgrpo):
+    from exgrpo_megatron import __version__
+
+    assert exgrpo("--version").out == f"exgrpo-megatron {__version__}\n"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["show", "recipe.yaml"], ["options"], ["--version"]])
+def test_commands_that_need_no_model_do_not_import_torch(project, args):
+    script = (
+        "import sys\nfrom exgrpo_megatron.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nfinally:\n"
+        "    heavy = {'torch', 'transformers', 'megatron', 'pyarrow', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "    assert not heavy, heavy\n"
+    )
+    paths = ":".join(str(ROOT / name) for name in (".", "kernels", "conversion"))
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args], env={"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
