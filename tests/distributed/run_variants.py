@@ -16,7 +16,6 @@ from exgrpo_megatron import build
 from exgrpo_megatron.config import MathEnvConfig
 from exgrpo_megatron.policy.distributed import initialize
 from exgrpo_megatron.rewards.verifier import MathVerifier
-from exgrpo_megatron.trainer import Trainer
 
 NORMALIZERS = ("global_width", "per_answer_length", "rank_width")
 BONUSES = (("global_mean", 4), ("per_micro_batch", 4), ("per_micro_batch", 16))
@@ -54,15 +53,14 @@ def main() -> None:
 
 def few_questions(folder, model, comm):
     """One question a step, replayed in the first: the ranks after the first have nothing to sample, grade or score."""
-    config = make_config(
+    trainer = build_trainer(
         folder,
+        None,
+        comm=comm,
         grpo={"num_prompts_per_step": 1, "num_generations_per_prompt": 2},
         policy={"model_name": model, "train_global_batch_size": 2, "generation": {"max_new_tokens": 24}},
         experience={"replay_ratio": 1.0},
     )
-    inputs = build.load_inputs(config, comm)
-    trainer = Trainer(build.build_parts(config, inputs, build.build_rl_actor(config, inputs.model_dir, comm), comm))
-    trainer.push_weights()
     plant(trainer, "q1", [right("q1")])
     results = [trainer.step() for _ in range(2)]
     everyone = comm.all_gather([[member.token_ids.tolist() for member in r.groups[0].trajectories] for r in results])

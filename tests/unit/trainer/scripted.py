@@ -112,15 +112,18 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **above, **inner}
 
 
-def build_trainer(tmp_path: Path, script: Script, *, comm: Communicator | None = None, **sections: Any) -> Trainer:
-    """A trainer whose engine follows `script`; see `make_config`."""
+def build_trainer(
+    tmp_path: Path, script: Script | None, *, comm: Communicator | None = None, **sections: Any
+) -> Trainer:
+    """A trainer whose engine follows `script`, or with the embedded engine where it is None; see `make_config`."""
     comm = comm or SingleProcess()
     config = make_config(tmp_path, **sections)
     inputs = build.load_inputs(config, comm)
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
     parts = build.build_parts(config, inputs, actor, comm)
-    engine = ScriptedEngine(inputs.tokenizer, inputs.train.questions, script)
-    trainer = Trainer(replace(parts, engine=engine))
+    if script is not None:
+        parts = replace(parts, engine=ScriptedEngine(inputs.tokenizer, inputs.train.questions, script))
+    trainer = Trainer(parts)
     trainer.push_weights()
     return trainer
 

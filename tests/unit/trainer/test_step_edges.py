@@ -131,6 +131,17 @@ def test_every_metric_is_documented_and_finite(make):
         assert set(metrics) >= {"data/discarded", "data/retired_kept", "experience/bucket_3", "policy/clip_share"}
 
 
+def test_the_embedded_engines_log_probs_are_the_actors_before_and_after_an_update(make):
+    # One optimiser step a batch: every new token has w = 1 when the engine has the actor's weights.
+    generation = {"max_new_tokens": 40, "temperature": 0.8}
+    trainer = make(None, loss_fn={"old_logprobs": "engine"}, policy={"generation": generation})
+    for version in (1, 2):
+        metrics = trainer.step().metrics
+        assert metrics["policy/version"] == version
+        assert abs(math.log(metrics["ratio_fresh/min"])) < 1e-5
+        assert abs(math.log(metrics["ratio_fresh/max"])) < 1e-5
+
+
 class TwoRanks:
     """Rank 0 of two; what rank 1 would send is made from what rank 0 sends."""
 
