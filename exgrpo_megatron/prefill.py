@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.data.solutions import read_solutions
+from exgrpo_megatron.data.solutions import read_solutions, solution_column
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rewards.rules import boxed_answer
@@ -64,6 +64,7 @@ def check_prefill_target(config: Config, num_ranks: int) -> Path:
         )
     if num_ranks > 1:
         raise ConfigError(f"prefill was launched as {num_ranks} data-parallel processes: launch one")
+    solution_column(config.data.train, "data.train")
     return Path(path)
 
 

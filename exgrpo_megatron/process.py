@@ -49,6 +49,9 @@ def process_group(config: Config) -> Iterator[DataParallel]:
     Raises:
         LostRankError: another process ended early.
     """
+    # Idle OpenMP threads sleep instead of spinning: on a machine that is shared, spinning made a step ten times slower.
+    # Read when torch is loaded, below; a user's own setting stands.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     quiet_libraries()
     from exgrpo_megatron.policy import distributed  # noqa: PLC0415
 

@@ -19,12 +19,11 @@ class Solution:
     text: str
 
 
-def read_solutions(source: DataSourceConfig, key: str) -> Iterator[Solution]:
-    """The solutions of a source that is a file, row by row; `key` is the dotted recipe key of the source.
+def solution_column(source: DataSourceConfig, key: str) -> tuple[str, str]:
+    """Path and column of the solutions; `key` is the dotted recipe key of the source.
 
     Raises:
-        ConfigError: no solution column is named.
-        DataError: at the first row that cannot be used.
+        ConfigError: the source is no file, or no solution column is named.
     """
     if source.path is None or source.solution_key is None:
         missing = "path" if source.path is None else "solution_key"
@@ -32,9 +31,19 @@ def read_solutions(source: DataSourceConfig, key: str) -> Iterator[Solution]:
             f"{key}.{missing} is null: worked solutions come from a file; set {key}.path and {key}.solution_key (the "
             f"column with the solution)"
         )
-    columns = source.question_key, source.solution_key
-    for row in read_rows(source.path, columns, f"{key}.path"):
-        yield Solution(row.text(source.question_key), _text(row, source.solution_key, source.solution_remove))
+    return source.path, source.solution_key
+
+
+def read_solutions(source: DataSourceConfig, key: str) -> Iterator[Solution]:
+    """The solutions of a source, row by row.
+
+    Raises:
+        ConfigError: as `solution_column`.
+        DataError: at the first row that cannot be used.
+    """
+    path, column = solution_column(source, key)
+    for row in read_rows(path, [source.question_key, column], f"{key}.path"):
+        yield Solution(row.text(source.question_key), _text(row, column, source.solution_remove))
 
 
 def _text(row: Row, column: str, remove: str | None) -> str:

@@ -160,6 +160,7 @@ def test_a_file_of_another_tokenizer_is_refused(make_trainer, tmp_path):
         ({"experience": {"prefill_path": "{tmp}"}}, 1, "exists: move it away"),
         ({"experience": {"prefill_path": "{tmp}/new", "enabled": False}}, 1, "experience.enabled = false"),
         ({"experience": {"prefill_path": "{tmp}/new"}, "sft": {"warm_start": True}}, 1, "sft.warm_start = true"),
+        ({"experience": {"prefill_path": "{tmp}/new"}}, 1, "data.train.solution_key is null"),
         ({"experience": {"prefill_path": "{tmp}/new"}}, 2, "launched as 2 data-parallel processes"),
     ],
 )
