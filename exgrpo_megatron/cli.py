@@ -269,7 +269,7 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
             "export": outcome.export,
         },
         # The recipe as it was run: with the overrides of this command line.
-        next_command=f"exgrpo eval {outcome.log_dir / RECIPE_FILE} --checkpoint {outcome.export or outcome.checkpoint}",
+        next_command=f"{_program()} eval {outcome.log_dir / RECIPE_FILE} --checkpoint {outcome.export or outcome.checkpoint}",
         elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
     )
