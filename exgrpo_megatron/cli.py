@@ -259,6 +259,7 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
         Console().print(f"nothing was left to train: all {outcome.last_step} steps are done", highlight=False)
     metrics = outcome.log_dir / METRICS_FILE
     before, after = before_and_after(read_metrics(metrics))
+    recipe, final = outcome.log_dir / RECIPE_FILE, outcome.export or outcome.checkpoint
     run_summary(
         before=before,
         after=after,
@@ -269,10 +270,16 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
             "export": outcome.export,
         },
         # The recipe as it was run: with the overrides of this command line.
-        next_command=f"{_program()} eval {outcome.log_dir / RECIPE_FILE} --checkpoint {outcome.export or outcome.checkpoint}",
+        next_command=f"{_program()} eval {recipe} --checkpoint {final}" if final else f"{_program()} show {recipe}",
         elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
     )
+
+
+def _program() -> str:
+    """This command as it was typed, so that the next one can be copied without an activated environment."""
+    name = Path(sys.argv[0])
+    return "python -m exgrpo_megatron" if name.name == "__main__.py" else str(name)
 
 
 def _where_it_stopped(outcome: RunOutcome | None) -> str:
