@@ -94,7 +94,7 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
             _say(comm, "stopped before the end: nothing was exported, and the same command begins again")
             return
         _say(comm, f"exported to {done}")
-        _say(comm, f"next: exgrpo eval {recipe} --checkpoint {done}")
+        _say(comm, f"next: {_program()} eval {recipe} --checkpoint {done}")
         _say(comm, f"  or: exgrpo train {recipe} policy.model_name={done} sft.warm_start=false logger.log_dir=...")
 
 

