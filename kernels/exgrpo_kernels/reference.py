@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -51,6 +52,8 @@ def logprob_entropy(
     *,
     temperature: float = 1.0,
     valid_vocab: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log-prob of each target and entropy (nats) of softmax(logits / temperature).
 
@@ -58,17 +61,31 @@ def logprob_entropy(
     have exact gradients, are float32 (float64 for float64 logits), and neither pass makes a second copy of the
     logits in float32: backward recomputes the probabilities block by block.
 
+    With a `group` whose ranks each hold some columns of the vocabulary, `logits` are this rank's, which begin at column
+    `vocab_start`; targets and `valid_vocab` still count from column 0, and `logits` may be all padding. Every rank must
+    call with the same targets and gets the same outputs, for two all-reduces; backward needs no communication, and
+    gives the gradient of the logits that are here.
+
     Raises:
         ValueError: temperature or valid_vocab is out of range.
-        RuntimeError: a target is not below `valid_vocab` (from `gather`).
+        RuntimeError: a target is not below `valid_vocab`.
     """
-    vocab = logits.shape[1]
-    valid = vocab if valid_vocab is None else valid_vocab
+    columns = logits.shape[1]
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, found {temperature}")
-    if not 0 < valid <= vocab:
-        raise ValueError(f"valid_vocab must be in 1..{vocab} (the columns of the logits), found {valid}")
-    logprobs, entropies = _LogprobEntropy.apply(logits, targets, temperature, valid)
+    if group is not None:
+        if valid_vocab is None or valid_vocab < 1:
+            raise ValueError(
+                f"valid_vocab must be the whole vocabulary's where columns are shared, found {valid_vocab}"
+            )
+        # Without a wait for the device: gather, which refuses such a target otherwise, sees only the columns here.
+        torch._assert_async(((targets >= 0) & (targets < valid_vocab)).all(), "a target is not in the vocabulary")
+        valid = min(max(valid_vocab - vocab_start, 0), columns)
+    else:
+        valid = columns if valid_vocab is None else valid_vocab
+        if not 0 < valid <= columns:
+            raise ValueError(f"valid_vocab must be in 1..{columns} (the columns of the logits), found {valid}")
+    logprobs, entropies = _LogprobEntropy.apply(logits, targets - vocab_start, temperature, valid, group)
     return logprobs, entropies
 
 
@@ -109,29 +126,23 @@ def shaping(w: Float[Tensor, "*shape"], beta: float) -> Float[Tensor, "*shape"]:
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """Saves the logits as given and three numbers a row: the maximum, the sum of exponentials, and the entropy."""
+    """Saves the logits as given and three numbers a row: the maximum, the sum of exponentials, and the entropy.
+
+    `targets` are columns of these logits; with a group, those below 0 or not below `valid` are another rank's.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, valid_vocab: int
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, valid: int, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        dtype = _statistics_dtype(logits)
-        maxima, sums, logprobs, entropies = torch.empty(4, logits.shape[0], dtype=dtype, device=logits.device).unbind()
-        for rows in _blocks(logits):
-            block = logits[rows, :valid_vocab].to(dtype) / temperature
-            maxima[rows] = block.amax(dim=1)
-            # The target is shifted by the maximum before log(sum) is taken off: (t - m) - log s keeps its digits
-            # where t - (m + log s) loses them to a large m.
-            shifted = block.sub_(maxima[rows, None])
-            target = shifted.gather(1, targets[rows, None].long()).squeeze(1)
-            exponentials = shifted.exp()
-            sums[rows] = exponentials.sum(dim=1)
-            # A logit of -inf has exp 0, and its share of the entropy is the limit 0, not 0 * inf.
-            first_moment = exponentials.mul_(shifted.clamp_(min=torch.finfo(dtype).min)).sum(dim=1)
-            logprobs[rows] = target - sums[rows].log()
-            entropies[rows] = sums[rows].log() - first_moment / sums[rows]
+        statistics = _row_statistics(logits, targets, temperature, valid, group is not None)
+        if group is not None:
+            statistics = _merge(statistics, (targets >= 0) & (targets < valid), group)
+        maxima, sums, moments, shifted_targets = statistics
+        logprobs = shifted_targets - sums.log()
+        entropies = sums.log() - moments / sums
         ctx.save_for_backward(logits, targets, maxima, sums, entropies)
-        ctx.temperature, ctx.valid_vocab = temperature, valid_vocab
+        ctx.temperature, ctx.valid, ctx.shared = temperature, valid, group is not None
         ctx.set_materialize_grads(False)
         return logprobs, entropies.clone()
 
@@ -139,20 +150,65 @@ class _LogprobEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None]:
         if grad_logprobs is None and grad_entropies is None:
-            return None, None, None, None
+            return None, None, None, None, None
         logits = ctx.saved_tensors[0]
-        grad = torch.zeros_like(logits) if ctx.valid_vocab < logits.shape[1] else torch.empty_like(logits)
-        for rows in _blocks(logits):
-            grad[rows, : ctx.valid_vocab] = _block_gradient(ctx, rows, grad_logprobs, grad_entropies)
-        return grad, None, None, None
+        grad = torch.zeros_like(logits) if ctx.valid < logits.shape[1] else torch.empty_like(logits)
+        for rows in _blocks(logits) if ctx.valid else ():
+            grad[rows, : ctx.valid] = _block_gradient(ctx, rows, grad_logprobs, grad_entropies)
+        return grad, None, None, None, None
+
+
+def _row_statistics(
+    logits: Tensor, targets: Tensor, temperature: float, valid: int, shared: bool
+) -> tuple[Tensor, ...]:
+    """Of each row, over the first `valid` columns of z = logits / temperature: m = max z, sum exp(z - m),
+    sum exp(z - m)(z - m), and z - m of the target (where columns are shared: of any column, if it is not here)."""
+    dtype = _statistics_dtype(logits)
+    lowest = torch.finfo(dtype).min
+    statistics = torch.zeros(4, logits.shape[0], dtype=dtype, device=logits.device)
+    maxima, sums, moments, shifted_targets = statistics.unbind()
+    if valid == 0:
+        return maxima.fill_(lowest), sums, moments, shifted_targets
+    for rows in _blocks(logits):
+        block = logits[rows, :valid].to(dtype) / temperature
+        maxima[rows] = block.amax(dim=1)
+        if shared:  # a rank may hold nothing but -inf
+            maxima[rows] = maxima[rows].clamp(min=lowest)
+        # The target is shifted by the maximum before log(sum) is taken off: (t - m) - log s keeps its digits
+        # where t - (m + log s) loses them to a large m.
+        shifted = block.sub_(maxima[rows, None])
+        columns = targets[rows, None].long()
+        shifted_targets[rows] = shifted.gather(1, columns.clamp(0, valid - 1) if shared else columns).squeeze(1)
+        exponentials = shifted.exp()
+        sums[rows] = exponentials.sum(dim=1)
+        # A logit of -inf has exp 0, and its share of the entropy is the limit 0, not 0 * inf.
+        moments[rows] = exponentials.mul_(shifted.clamp_(min=lowest)).sum(dim=1)
+    return maxima, sums, moments, shifted_targets
+
+
+def _merge(statistics: tuple[Tensor, ...], owned: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Statistics of whole rows from those of the ranks' columns: shift each to the common maximum, then add.
+
+    `owned` are the rows whose target is here. exp(z - M) = exp(z - m) exp(m - M) and z - M = (z - m) + (m - M).
+    """
+    maxima, sums, moments, shifted_targets = statistics
+    common = maxima.clone()
+    dist.all_reduce(common, op=dist.ReduceOp.MAX, group=group)
+    # A rank without columns has the lowest of all numbers for a maximum, and the difference must stay finite.
+    shift = (maxima - common).clamp(min=torch.finfo(maxima.dtype).min)
+    scale = shift.exp()
+    targets = (shifted_targets + shift).where(owned, 0.0)
+    packed = torch.stack([sums * scale, (moments + shift * sums) * scale, targets])
+    dist.all_reduce(packed, group=group)
+    return common, *packed.unbind()
 
 
 def _block_gradient(ctx: Any, rows: slice, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> Tensor:
     """d(logprob)/dz_j = [j = target] - p_j and d(entropy)/dz_j = -p_j (log p_j + H), with z = logits / temperature."""
     logits, targets, maxima, sums, entropies = ctx.saved_tensors
-    log_probs = logits[rows, : ctx.valid_vocab].to(sums.dtype) / ctx.temperature
+    log_probs = logits[rows, : ctx.valid].to(sums.dtype) / ctx.temperature
     log_probs.sub_(maxima[rows, None]).sub_(sums[rows, None].log())
     probs = log_probs.exp()
     if grad_entropies is None:
@@ -162,8 +218,16 @@ def _block_gradient(ctx: Any, rows: slice, grad_logprobs: Tensor | None, grad_en
         grad.mul_(probs).mul_(-grad_entropies[rows, None])
     if grad_logprobs is not None:
         upstream = grad_logprobs[rows, None].to(grad.dtype)
-        grad.sub_(probs.mul_(upstream)).scatter_add_(1, targets[rows, None].long(), upstream)
+        _add_at_targets(grad.sub_(probs.mul_(upstream)), targets[rows, None].long(), upstream, ctx.shared)
     return grad.div_(ctx.temperature)
+
+
+def _add_at_targets(grad: Tensor, targets: Tensor, values: Tensor, shared: bool) -> None:
+    """Add to `grad` at the targets; where columns are shared, at those that are here."""
+    if shared:
+        own = (targets >= 0) & (targets < grad.shape[1])
+        targets, values = targets.clamp(0, grad.shape[1] - 1), values.where(own, 0.0)
+    grad.scatter_add_(1, targets, values)
 
 
 def _statistics_dtype(logits: Tensor) -> torch.dtype:
