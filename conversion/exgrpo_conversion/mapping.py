@@ -112,6 +112,11 @@ def shard(megatron_name: str, full: Weight, tp_size: int, tp_rank: int) -> Weigh
     return torch.cat([block.chunk(tp_size, dim)[tp_rank] for block in blocks]).contiguous()
 
 
+def is_sharded(megatron_name: str) -> bool:
+    """Whether tensor-parallel ranks share the parameter, rather than that each has it whole."""
+    return _sharded_dim(megatron_name) is not None
+
+
 def unshard(megatron_name: str, parts: Sequence[Weight]) -> Weight:
     """The whole Megatron parameter from the parts of all tensor-parallel ranks, in rank order."""
     dim = _sharded_dim(megatron_name)

@@ -1,9 +1,9 @@
 """Runs unmodified Megatron-Core on a machine without CUDA; where CUDA is available it does nothing.
 
-Megatron-Core names the accelerator in three ways: `torch.cuda.<function>()`, `device="cuda"` in tensor factories, and
-the type string "torch.cuda.FloatTensor". `install` gives the modules of `megatron.core`, and nobody else, a stand-in
-for the name `torch` that resolves the first two to the CPU; the third is answered only while the few functions that
-compare those strings run.
+Megatron-Core names the accelerator in four ways: `torch.cuda.<function>()`, `device="cuda"` in tensor factories, the
+type string "torch.cuda.FloatTensor", and `Tensor.cuda()`. `install` gives the modules of `megatron.core`, and nobody
+else, a stand-in for the name `torch` that resolves the first two to the CPU; the others are answered only while the few
+functions that use them run.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ _COMPARE_TYPE_NAMES = {
     "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer._build_model_and_main_param_groups",),
 }
 """Functions that compare `Tensor.type()` with CUDA spellings, by module."""
+_CALL_TENSOR_CUDA = {
+    "megatron.core.models.common.language_module.language_module": ("LanguageModule.setup_embeddings_and_output_layer",)
+}
+"""Functions that move a tensor with `Tensor.cuda()`, by module."""
 
 
 class _TorchOnCpu(ModuleType):
@@ -148,20 +152,20 @@ def _adapt(module: ModuleType, stand_in: _TorchOnCpu) -> None:
     if module.__name__ == "megatron.core.tensor_parallel.random":
         module._get_cuda_rng_state = stand_in.cuda.get_rng_state  # type: ignore[attr-defined]
         module._set_cuda_rng_state = stand_in.cuda.set_rng_state  # type: ignore[attr-defined]
-    for dotted in _COMPARE_TYPE_NAMES.get(module.__name__, ()):
-        owner, _, name = dotted.rpartition(".")
-        holder = getattr(module, owner) if owner else module
-        _answer_cuda_type_names(holder, name)
+    for table, answer in ((_COMPARE_TYPE_NAMES, _cuda_type_names), (_CALL_TENSOR_CUDA, _cuda_moves_nothing)):
+        for dotted in table.get(module.__name__, ()):
+            owner, _, name = dotted.rpartition(".")
+            _run_under(answer, getattr(module, owner) if owner else module, name)
 
 
-def _answer_cuda_type_names(holder: Any, name: str) -> None:
-    """Wrap `holder.name` (a class method stays one): while it runs, tensors spell their type the CUDA way."""
+def _run_under(answer: Callable[[], contextlib.AbstractContextManager[None]], holder: Any, name: str) -> None:
+    """Wrap `holder.name` (a class method stays one): it runs inside the context `answer()`."""
     stored = vars(holder)[name]
     function = stored.__func__ if isinstance(stored, classmethod) else stored
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with _cuda_type_names():
+        with answer():
             return function(*args, **kwargs)
 
     setattr(holder, name, classmethod(wrapped) if isinstance(stored, classmethod) else wrapped)
@@ -169,6 +173,7 @@ def _answer_cuda_type_names(holder: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
+    """Tensors spell their type the CUDA way."""
     original = torch.Tensor.type
 
     def spelled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -180,6 +185,17 @@ def _cuda_type_names() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.type = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _cuda_moves_nothing() -> Iterator[None]:
+    """`Tensor.cuda()` is the tensor itself."""
+    original = torch.Tensor.cuda
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.cuda = original  # type: ignore[method-assign]
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -40,8 +40,12 @@ class TokenConstants:
     entropy_weights: Float[Tensor, " tokens"]
 
 
-def micro_batches(sequences: Sequence[tuple[TokenIds, TokenIds]], size: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    sequences: Sequence[tuple[TokenIds, TokenIds]], size: int, device: torch.device, multiple: int = 1
+) -> list[MicroBatch]:
     """(prompt, response) pairs in micro-batches of `size`, longest first so that neighbours have like lengths.
+
+    The number of positions of each is padded to a multiple of `multiple`.
 
     Raises:
         ValueError: a prompt is empty, so that its response's first token has nothing to be predicted from.
@@ -51,7 +55,7 @@ def micro_batches(sequences: Sequence[tuple[TokenIds, TokenIds]], size: int, dev
             raise ValueError(f"sequence {index} has an empty prompt")
     order = sorted(range(len(sequences)), key=lambda index: -sum(map(len, sequences[index])))
     groups = [order[start : start + size] for start in range(0, len(order), size)]
-    return [_pad([sequences[index] for index in group], tuple(group), device) for group in groups]
+    return [_pad([sequences[index] for index in group], tuple(group), device, multiple) for group in groups]
 
 
 def token_constants(batch: MicroBatch, sequences: Sequence[TrainSequence]) -> TokenConstants:
@@ -82,8 +86,11 @@ def in_input_order(batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> l
     return [pieces[index] for index in range(len(pieces))]
 
 
-def _pad(rows: list[tuple[TokenIds, TokenIds]], members: tuple[int, ...], device: torch.device) -> MicroBatch:
-    positions = max(len(prompt) + len(response) - 1 for prompt, response in rows)
+def _pad(
+    rows: list[tuple[TokenIds, TokenIds]], members: tuple[int, ...], device: torch.device, multiple: int
+) -> MicroBatch:
+    longest = max(len(prompt) + len(response) - 1 for prompt, response in rows)
+    positions = -(-longest // multiple) * multiple
     tokens = np.zeros((len(rows), positions), np.int64)
     predicts = np.zeros((len(rows), positions), np.bool_)
     for row, (prompt, response) in enumerate(rows):
