@@ -24,6 +24,7 @@ from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.files import check_answers_file
+from exgrpo_megatron.layout import check_layout
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
@@ -55,6 +56,7 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
     model_dir = base_model(config, comm)
     architecture = read_architecture(model_dir)
     _check_positions(config, architecture)
+    check_layout(architecture, config.policy.megatron_cfg)
     tokenizer_dir = Path(config.policy.tokenizer.name or model_dir)
     tokenizer = load_tokenizer(tokenizer_dir)
     if tokenizer.vocab_size > architecture.vocab_size:
@@ -100,7 +102,7 @@ def base_model(config: Config, comm: Communicator) -> Path:
             raise ConfigError(f"policy.model_name = {name!r}: no such model folder (and not an embedded: model)")
         return Path(name)
     folder = Path(config.logger.log_dir) / "model"
-    if comm.rank == 0:
+    if comm.is_main:
         materialize(name, folder, config.sft.seed)
     comm.barrier()
     return folder

@@ -24,13 +24,13 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 class CheckpointStore:
-    """The folder of a run's checkpoints, `step_000020` and so on. Methods are collective over `comm`."""
+    """The folder of a run's checkpoints, `step_000020` and so on. Methods are collective over all processes."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, comm: Communicator) -> None:
         self.folder, self.config, self.comm = folder, config, comm
 
     def save(self, step: int, state: dict[str, Any], write_parts: Callable[[Path], None]) -> Path:
-        """A checkpoint of `step`: `write_parts(folder)` on every rank, `state` as JSON by rank 0, then the rename.
+        """A checkpoint of `step`: `write_parts(folder)` on every process, `state` as JSON by the main one, the rename.
 
         On any failure the folder is as it was before. `state["metrics"]` decides which checkpoint is the best.
 
@@ -39,19 +39,19 @@ class CheckpointStore:
         """
         final, aside = self.folder / f"step_{step:06d}", self.folder / f"step_{step:06d}.incomplete"
         try:
-            if self.comm.rank == 0:
+            if self.comm.is_main:
                 _make_empty(aside)
             self.comm.barrier()
             write_parts(aside)
             self.comm.barrier()
-            if self.comm.rank == 0:
+            if self.comm.is_main:
                 replace_text(aside / STATE_FILE, json.dumps(state, indent=1))
                 _replace_folder(aside, final)
                 self._prune()
         except (OSError, UserError) as error:
             raise self._not_saved(step, error) from error
         finally:
-            if self.comm.rank == 0:
+            if self.comm.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
         self.comm.barrier()
         return final

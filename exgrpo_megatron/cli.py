@@ -75,7 +75,7 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     with _run(config) as (comm, stop):
         started = time.monotonic()
         outcome = _train(config, comm, stop)
-        if comm.rank == 0:
+        if comm.is_main:
             _finish(outcome, config, time.monotonic() - started)
 
 
@@ -115,7 +115,7 @@ def evaluate(
         found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm)
         inputs = build.load_inputs(config, comm)
         evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, found, comm)
-        if comm.rank == 0:
+        if comm.is_main:
             metrics = evaluation.metrics
             summary, answers = checkpoint_evaluation.write_evaluation(config, evaluation, found)
             Console().print(evaluation_table(metrics, len(inputs.held_out), config.eval.temperature))
@@ -153,7 +153,8 @@ def prefill(
             report = record_solutions(parts, ending or ["\\boxed{{answer}}"])
         finally:
             parts.verifier.close()
-        parts.experience.save(target)
+        if comm.is_main:
+            parts.experience.save(target)
         _say(comm, f"{report.describe()}\nwritten to {target}")
 
 
@@ -164,9 +165,10 @@ def show(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
     config = load_recipe(recipe, overrides or [])
     processes = (config.cluster.num_nodes or 1) * (config.cluster.gpus_per_node or 1)
+    data_parallel_size = max(1, processes // config.policy.megatron_cfg.model_parallel_size)
     console = Console()
     console.print(dump_recipe(config), markup=False, highlight=False, soft_wrap=True)
-    console.print(numbers_table(config, processes), "", variant_table(config), sep="\n")
+    console.print(numbers_table(config, data_parallel_size), "", variant_table(config), sep="\n")
 
 
 @app.command()
@@ -223,7 +225,7 @@ def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
     from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
     from exgrpo_megatron.run_folder import checkpoint_store  # noqa: PLC0415
 
-    if comm.rank == 0:
+    if comm.is_main:
         Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
     for line in describe_questions(inputs):
         _say(comm, line)
@@ -236,7 +238,7 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
     from exgrpo_megatron import build, question_checks, session  # noqa: PLC0415
 
     build.check_prefill(config)
-    if comm.rank == 0 and config.env.math.check_gold:
+    if comm.is_main and config.env.math.check_gold:
         for line in question_checks.check_gold_answers(config, inputs):
             _say(comm, line)
     if not config.sft.warm_start:
@@ -298,7 +300,7 @@ def _run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
     with process_group(config) as comm:
         from exgrpo_megatron.run_folder import locked_folder  # noqa: PLC0415
 
-        with locked_folder(config, comm), StopSignal(announce=comm.rank == 0).installed() as stop:
+        with locked_folder(config, comm), StopSignal(announce=comm.is_main).installed() as stop:
             yield comm, stop
 
 
@@ -307,7 +309,7 @@ def _reporter(comm: Communicator, total: int, label: str, done: int = 0) -> Iter
     from exgrpo_megatron.parts import SilentReporter  # noqa: PLC0415
     from exgrpo_megatron.report.console import ProgressReporter  # noqa: PLC0415
 
-    if comm.rank != 0:
+    if not comm.is_main:
         yield SilentReporter()
         return
     with ProgressReporter(total, label, done_steps=done) as reporter:
@@ -315,5 +317,5 @@ def _reporter(comm: Communicator, total: int, label: str, done: int = 0) -> Iter
 
 
 def _say(comm: Communicator, text: str) -> None:
-    if comm.rank == 0:
+    if comm.is_main:
         Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -217,14 +217,83 @@ class SchedulerConfig(Section):
     )
 
 
-class MegatronConfig(Section):
-    """Parallel layout and optimiser of the Megatron-Core actor."""
+class MegatronOptimizerConfig(OptimizerConfig):
+    """AdamW of the RL steps, and how its state is kept (that of supervised steps is kept alike)."""
 
-    tensor_model_parallel_size: Literal[1] = key(1, "tensor parallel ranks; more than 1 is not supported yet", "ranks")
-    pipeline_model_parallel_size: Literal[1] = key(1, "pipeline stages; more than 1 is not supported yet", "ranks")
+    use_distributed_optimizer: bool = key(
+        False, "share the optimiser's state and the float32 weights out among data-parallel ranks (ZeRO-1)"
+    )
+
+
+class DistributedDataParallelConfig(Section):
+    """What data-parallel ranks exchange while they compute."""
+
+    overlap_grad_reduce: bool = key(False, "sum gradients over data-parallel ranks during the backward pass")
+    overlap_param_gather: bool = key(
+        False, "gather updated weights during the next forward pass (needs both of the others)"
+    )
+
+
+class MegatronConfig(Section):
+    """Parallel layout and optimiser of the Megatron-Core actor; the processes left over are data parallel."""
+
+    tensor_model_parallel_size: PositiveInt = key(1, "ranks that share every weight matrix", "ranks")
+    pipeline_model_parallel_size: PositiveInt = key(1, "pipeline stages, which share the layers", "ranks")
     context_parallel_size: Literal[1] = key(1, "context parallel ranks; more than 1 is not supported yet", "ranks")
-    optimizer: OptimizerConfig = key(OptimizerConfig(), "optimiser")
+    sequence_parallel: bool = key(
+        False, "tensor-parallel ranks also share the positions outside attention and MLP (less memory)"
+    )
+    num_layers_in_first_pipeline_stage: PositiveInt | None = key(
+        None, "layers of the first stage; null: as many as the others", "layers"
+    )
+    num_layers_in_last_pipeline_stage: PositiveInt | None = key(
+        None, "layers of the last stage; null: as many as the others", "layers"
+    )
+    activation_checkpointing: bool = key(
+        False, "keep only each layer's input of the forward pass, and compute the rest again in the backward pass"
+    )
+    distributed_data_parallel_config: DistributedDataParallelConfig = key(
+        DistributedDataParallelConfig(), "exchange between data-parallel ranks"
+    )
+    optimizer: MegatronOptimizerConfig = key(MegatronOptimizerConfig(), "optimiser")
     scheduler: SchedulerConfig = key(SchedulerConfig(), "learning-rate schedule")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model between them."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor_parallel(self) -> MegatronConfig:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel = true shares positions among tensor-parallel ranks, but "
+                "tensor_model_parallel_size = 1: leave it false, or raise that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _uneven_stages_need_stages(self) -> MegatronConfig:
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if getattr(self, name) is not None and self.pipeline_model_parallel_size == 1:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)}, but pipeline_model_parallel_size = 1: the only stage has all "
+                    f"layers; leave it null"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _param_gather_needs_shared_state(self) -> MegatronConfig:
+        overlap = self.distributed_data_parallel_config
+        if overlap.overlap_param_gather and not (
+            overlap.overlap_grad_reduce and self.optimizer.use_distributed_optimizer
+        ):
+            raise ValueError(
+                "distributed_data_parallel_config.overlap_param_gather = true needs distributed_data_parallel_config."
+                f"overlap_grad_reduce = true (it is {overlap.overlap_grad_reduce}) and "
+                f"optimizer.use_distributed_optimizer = true (it is {self.optimizer.use_distributed_optimizer})"
+            )
+        return self
 
 
 class GenerationConfig(Section):

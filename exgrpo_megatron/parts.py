@@ -22,7 +22,7 @@ from exgrpo_megatron.types import Question, ScoredSequence, TokenIds, TrainSeque
 
 
 class Policy(Protocol):
-    """The trained model, seen from one data-parallel rank."""
+    """The trained model, seen from one process. Every method is collective over the processes that share the model."""
 
     @property
     def version(self) -> int:
@@ -39,7 +39,7 @@ class Policy(Protocol):
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
     ) -> UpdateResult:
-        """One optimiser step on every rank's share; collective."""
+        """One optimiser step on every data-parallel rank's share; collective over all processes."""
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under Hugging Face names; collective."""
@@ -59,7 +59,7 @@ class Verifier(Protocol):
 
 
 class Reporter(Protocol):
-    """Shows progress; only rank 0 has one that prints."""
+    """Shows progress; only the main process has one that prints."""
 
     def step_line(self, metrics: Mapping[str, float]) -> None:
         """One training step is done."""
@@ -72,7 +72,7 @@ class Reporter(Protocol):
 
 
 class SilentReporter:
-    """The reporter of the other ranks."""
+    """The reporter of the other processes."""
 
     def step_line(self, metrics: Mapping[str, float]) -> None: ...
 

@@ -170,7 +170,8 @@ def _verified(parts: Parts, answers: list[_Answer], report: PrefillReport) -> li
     verdicts = parts.verifier.grade(
         [(parts.tokenizer.decode(token_ids), question.answer) for question, token_ids in answers]
     )
-    right = [answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict.reward > 0]
+    # A verifier may run out of time on one process and not on another, and all must score the same answers.
+    right = parts.comm.agreed([answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict.reward > 0])
     report.wrong = len(answers) - len(right)
     return right
 

@@ -44,7 +44,7 @@ def launched_rank() -> int:
 
 @contextmanager
 def process_group(config: Config) -> Iterator[DataParallel]:
-    """The data-parallel group of this process, left at the end; libraries are kept quiet inside.
+    """The processes of the run, left at the end; libraries are kept quiet inside.
 
     Raises:
         LostRankError: another process ended early.
@@ -61,7 +61,7 @@ def process_group(config: Config) -> Iterator[DataParallel]:
         yield comm
         comm.barrier()
     except (RuntimeError, UserError) as error:
-        if comm.size > 1 and distributed.lost_rank(error):
+        if comm.world_size > 1 and distributed.lost_rank(error):
             raise LostRankError(
                 "another process of the run ended, and this one cannot go on without it; see its message"
             ) from error

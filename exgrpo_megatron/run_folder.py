@@ -25,7 +25,7 @@ _EXPORT_FILE = "export.json"
 
 
 class RunFolder:
-    """Where the files of a recipe's run lie. Only rank 0 may write."""
+    """Where the files of a recipe's run lie. Only the main process may write."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -75,7 +75,7 @@ def checkpoint_store(config: Config, comm: Communicator) -> CheckpointStore:
 def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
     """The run's folder, made, and locked against a second run."""
     path = writable_folder(Path(config.logger.log_dir), "logger.log_dir")
-    if comm.rank != 0:
+    if not comm.is_main:
         yield RunFolder(config)
         return
     with (path / ".lock").open("w") as lock:
@@ -93,10 +93,10 @@ def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
 def open_metrics(
     config: Config, comm: Communicator, last_step: int, folder: Path | None = None
 ) -> Iterator[MetricsLogger]:
-    """The metrics files in `folder` (the run's) on rank 0, without lines after `last_step`; nothing on the others."""
+    """The metrics files in `folder` (the run's), without lines after `last_step`; nothing but on the main process."""
     folder = folder or Path(config.logger.log_dir)
     sinks: list[MetricSink] = []
-    if comm.rank == 0:
+    if comm.is_main:
         sinks.append(JsonlSink(folder / METRICS_FILE))
         if config.logger.tensorboard_enabled:
             sinks.append(TensorBoardSink(folder / "tensorboard"))

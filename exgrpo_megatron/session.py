@@ -44,7 +44,7 @@ class RunOutcome:
 
 
 class TrainingRun:
-    """One RL run in its folder. Every method is collective over the data-parallel ranks."""
+    """One RL run in its folder. Every method is collective over all processes."""
 
     def __init__(
         self, config: Config, inputs: Inputs, start_from: Path, comm: Communicator, reporter: Reporter
@@ -79,7 +79,7 @@ class TrainingRun:
                 self.trainer.push_weights()
                 metrics.write(0, self._evaluate(0))
             if first_step < until and not self._stopping(stop):
-                if self.comm.rank == 0:
+                if self.comm.is_main:
                     self.folder.set_exported_step(None)
                 self.trainer.fit(until, self._after_step(metrics, stop))
             finished = self.trainer.last_step >= until
@@ -107,7 +107,7 @@ class TrainingRun:
         return after_step
 
     def _stopping(self, stop: StopSignal) -> bool:
-        return any(self.comm.all_gather(stop.requested))
+        return self.comm.anywhere(stop.requested)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if self.evaluator is None:
@@ -117,7 +117,7 @@ class TrainingRun:
         return metrics
 
     def _open_metrics(self) -> AbstractContextManager[MetricsLogger]:
-        if self.comm.rank == 0:
+        if self.comm.is_main:
             moved = self.folder.begin(self.trainer.last_step)
             if moved:
                 self.reporter.note(f"the metrics of an earlier run without a checkpoint are kept as {moved}")
@@ -126,7 +126,7 @@ class TrainingRun:
     def _save(self, values: dict[str, float]) -> None:
         def write_parts(folder: Path) -> None:
             self.actor.save(folder / "policy")
-            if self.comm.rank == 0:
+            if self.comm.is_main:
                 self.parts.experience.save(folder / "experience")
                 replace_text(folder / RECIPE_FILE, dump_recipe(self.config))
 
@@ -153,7 +153,7 @@ class TrainingRun:
         from exgrpo_megatron.policy.export import export_hf  # noqa: PLC0415
 
         report = export_hf(self.actor, self.folder.export, self.inputs.model_dir)
-        if self.comm.rank == 0:
+        if self.comm.is_main:
             self.folder.set_exported_step(self.trainer.last_step)
         self.reporter.note(f"exported to {self.folder.export} and checked: {report.describe()}")
         return self.folder.export
@@ -212,7 +212,7 @@ def supervised_run(
         def after_step(step: int, values: dict[str, float]) -> bool:
             metrics.write(step, values)
             reporter.advance(f"loss {values['sft/loss']:.3f}")
-            return not any(comm.all_gather(stop.requested))
+            return not comm.anywhere(stop.requested)
 
         trainer.fit(after_step)
     if trainer.last_step < trainer.max_num_steps:

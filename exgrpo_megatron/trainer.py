@@ -184,7 +184,7 @@ class Trainer:
         comm = self.parts.comm
         mine = list(range(comm.rank, len(slots), comm.size))
         with clock.phase("rollout"):
-            groups = self._sample([slots[i] for i in mine], step)
+            groups = comm.agreed(self._sample([slots[i] for i in mine], step))
         with clock.phase("reward"):
             groups, verdicts = self._grade(groups)
         if self.config.loss_fn.old_logprobs == "recomputed":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
 from exgrpo_megatron.comm import Communicator
-from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
-from exgrpo_megatron.policy import backend, checkpoint
+from exgrpo_megatron.config import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from exgrpo_megatron.policy import backend, checkpoint, schedule
 from exgrpo_megatron.policy.batch import (
     MicroBatch,
     TokenConstants,
@@ -27,14 +27,11 @@ from exgrpo_megatron.policy.batch import (
     pairs,
     token_constants,
 )
-from exgrpo_megatron.policy.model import hf_weights, load_model, sum_gradients
+from exgrpo_megatron.policy.model import load_model
 from exgrpo_megatron.policy.optimizer import apply_gradients, build_optimizer, build_scheduler
+from exgrpo_megatron.policy.schedule import Outputs
+from exgrpo_megatron.policy.weights import WeightExport
 from exgrpo_megatron.types import LossTerms, ScoredSequence, TokenIds, TrainSequence, UpdateResult
-
-Outputs = dict[str, Tensor]
-"""What one micro-batch leaves behind, by name; no gradients."""
-OutputFunction = Callable[..., object]
-"""(micro-batch, logits [1, tokens, padded vocabulary]) to what Megatron's schedule expects of its loss function."""
 
 
 class MegatronActor:
@@ -65,9 +62,8 @@ class MegatronActor:
         self._policy = policy
         self._gpt, self.architecture = load_model(model_dir, policy)
         module = Float16Module(self._gpt.config, self._gpt) if policy.precision == "bfloat16" else self._gpt
-        self._model = DistributedDataParallel(
-            self._gpt.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
-        )
+        self._model = _data_parallel(self._gpt.config, module, policy.megatron_cfg)
+        self._weights = WeightExport(self._gpt, self.architecture)
         self._optimizer = build_optimizer(self._model, policy, optimizer)
         self._scheduler = build_scheduler(self._optimizer, optimizer, scheduler, total_updates)
 
@@ -78,11 +74,14 @@ class MegatronActor:
     def score(self, sequences: Sequence[tuple[TokenIds, TokenIds]], temperature: float) -> list[ScoredSequence]:
         """Log-prob and entropy of every response token under softmax(logits / temperature), in the order given.
 
-        `sequences` are this rank's (prompt, response) pairs, possibly none: no data-parallel rank waits for another.
+        `sequences` are this data-parallel rank's (prompt, response) pairs, possibly none. Collective over all
+        processes, though no data-parallel rank waits for another's sequences.
         """
-        batches = micro_batches(sequences, self._policy.logprob_batch_size, self.device)
+        batches = self._micro_batches(sequences, self._policy.logprob_batch_size)
         with torch.no_grad():
-            outputs = self._run(batches, partial(self._scored, temperature=temperature), forward_only=True)
+            outputs = schedule.run(
+                self._model, batches, partial(self._scored, temperature=temperature), forward_only=True
+            )
         logprobs = in_input_order(batches, [output["logprobs"] for output in outputs])
         entropies = in_input_order(batches, [output["entropies"] for output in outputs])
         return [ScoredSequence(*arrays) for arrays in zip(logprobs, entropies, strict=True)]
@@ -95,14 +94,14 @@ class MegatronActor:
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
     ) -> UpdateResult:
-        """Take one optimiser step on the sequences of all data-parallel ranks together; collective over them.
+        """Take one optimiser step on the sequences of all data-parallel ranks together; collective over all processes.
 
         Minimises the sum over all response tokens of `policy_weight * term - entropy_weight * entropy`: nothing is
         averaged, so the result depends neither on micro-batches nor on ranks. `sequences` is this rank's share and may
         be empty. `micro_batch_entropy_coeff` adds that coefficient times the mean entropy of each micro-batch over the
         number of data-parallel ranks, as the released code does; the result then does depend on both.
         """
-        batches = micro_batches(list(pairs(sequences)), self._policy.train_micro_batch_size, self.device)
+        batches = self._micro_batches(list(pairs(sequences)), self._policy.train_micro_batch_size)
         constants = {batch.members: token_constants(batch, sequences) for batch in batches}
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -112,9 +111,7 @@ class MegatronActor:
             bonus = micro_batch_entropy_coeff / self.comm.size
             return self._loss(batch, logits, terms, objective, temperature=temperature, mean_entropy_coeff=bonus)
 
-        outputs = self._run(batches, loss, forward_only=False)
-        if not batches:
-            sum_gradients([self._model])  # the other ranks wait for this one's (zero) gradient
+        outputs = schedule.run(self._model, batches, loss, forward_only=False)
         total_loss = self._global_sum(sum((float(output["loss"]) for output in outputs), 0.0))
         step = apply_gradients(
             self._optimizer,
@@ -135,9 +132,11 @@ class MegatronActor:
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, as copies on `device`, one parameter at a time.
 
-        The output layer of a tied model is left out, and so are padded vocabulary rows.
+        The output layer of a tied model is left out, and so are padded vocabulary rows. Every process gets every
+        weight; collective, so each must read to the end.
         """
-        return hf_weights(self._gpt, self.architecture)
+        schedule.receive_weights(self._model)
+        yield from self._weights
 
     def save(self, folder: Path) -> None:
         """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.
@@ -145,6 +144,7 @@ class MegatronActor:
         Raises:
             CheckpointError: the folder holds something, or cannot be written.
         """
+        schedule.receive_weights(self._model)
         checkpoint.save(folder, self._checkpointed())
 
     def load(self, folder: Path) -> None:
@@ -165,27 +165,10 @@ class MegatronActor:
             scheduler=self._scheduler,
         )
 
-    def _run(self, batches: Sequence[MicroBatch], function: OutputFunction, *, forward_only: bool) -> list[Outputs]:
-        """Megatron's forward(-backward) schedule over the micro-batches; one output each, in order."""
-        if not batches:
-            return []
-
-        def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, OutputFunction]:
-            batch = next(iterator)
-            logits = model(batch.tokens, None, None, loss_mask=batch.predicts_response)
-            return logits, partial(function, batch)
-
-        rows, positions = batches[0].tokens.shape
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(batches),
-            model=[self._model],
-            num_microbatches=len(batches),
-            seq_length=positions,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+    def _micro_batches(self, sequences: Sequence[tuple[TokenIds, TokenIds]], size: int) -> list[MicroBatch]:
+        layout = self._policy.megatron_cfg
+        multiple = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        return micro_batches(sequences, size, self.device, multiple)
 
     def _scored(self, batch: MicroBatch, logits: Tensor, *, temperature: float, non_loss_data: bool) -> Outputs:
         del non_loss_data  # Megatron's schedule passes it to whoever collects something else than a loss
@@ -217,14 +200,39 @@ class MegatronActor:
         return loss, num_tokens, outputs
 
     def _logprob_entropy(self, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        group = mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
         return logprob_entropy(
-            logits.squeeze(0), batch.targets, temperature=temperature, valid_vocab=self.architecture.vocab_size
+            logits.squeeze(0),
+            batch.targets,
+            temperature=temperature,
+            valid_vocab=self.architecture.vocab_size,
+            group=group,
+            vocab_start=mpu.get_tensor_model_parallel_rank() * logits.shape[-1],
         )
 
     def _global_sum(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=mpu.get_data_parallel_group())
         return float(total)
+
+
+def _data_parallel(
+    config: TransformerConfig, module: torch.nn.Module, layout: MegatronConfig
+) -> DistributedDataParallel:
+    overlap = layout.distributed_data_parallel_config
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=layout.optimizer.use_distributed_optimizer,
+            overlap_grad_reduce=overlap.overlap_grad_reduce,
+            overlap_param_gather=overlap.overlap_param_gather,
+        ),
+        module,
+    )
+    if overlap.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync  # gradients are summed over ranks in the last micro-batch only
+    return model
 
 
 def _loss_terms(

@@ -22,7 +22,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataParallel:
-    """Join the process group and lay out Megatron's parallel groups; returns the data-parallel group.
+    """Join the process group and lay out Megatron's parallel groups.
 
     Under `torchrun` (its environment is set) this is collective over the launched processes. Alone it makes a group
     of one without opening a port. It seeds torch's generator of this rank, the same on every data-parallel rank.
@@ -34,13 +34,10 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
     launched = _launched_processes()
     _check_cluster(cluster, launched)
     layout = policy.megatron_cfg
-    model_parallel = (
-        layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    )
-    if launched % model_parallel:
+    if launched % layout.model_parallel_size:
         raise ConfigError(
             "policy.megatron_cfg: tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size = "
-            f"{model_parallel} does not divide the {launched} launched processes"
+            f"{layout.model_parallel_size} does not divide the number of launched processes, {launched}"
         )
     backend.install()
     _join(launched)
@@ -55,31 +52,40 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
 
 
 class DataParallel:
-    """The data-parallel group of this rank: a `exgrpo_megatron.comm.Communicator`. Made by `initialize`."""
+    """The processes of the run: a `exgrpo_megatron.comm.Communicator`. Made by `initialize`."""
 
     def __init__(self) -> None:
         self.rank: int = mpu.get_data_parallel_rank()
         self.size: int = mpu.get_data_parallel_world_size()
+        self.world_size: int = dist.get_world_size()
+        self.is_main: bool = dist.get_rank() == 0
         # Objects travel over gloo also where tensors travel over NCCL: no copy through the GPU.
         self._group = mpu.get_data_parallel_group_gloo()
+        self._world: Any = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
 
     def all_gather(self, value: T) -> list[T]:
-        if self.size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        gathered: list[Any] = [value]
+        if self.size > 1:
+            gathered = [None] * self.size
+            dist.all_gather_object(gathered, value, group=self._group)
+        return self.agreed(gathered)
+
+    def agreed(self, value: T) -> T:
+        ranks = dist.get_process_group_ranks(mpu.get_model_parallel_group())
+        return _broadcast(value, ranks[0], mpu.get_model_parallel_group())
+
+    def anywhere(self, flag: bool) -> bool:
+        flags: list[bool] = [flag] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(flags, flag, group=self._world)
+        return any(flags)
 
     def broadcast(self, value: T) -> T:
-        if self.size == 1:
-            return value
-        box: list[Any] = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, 0), group=self._group)
-        return box[0]
+        return _broadcast(value, 0, self._world)
 
     def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier(group=self._group)
+        if self.world_size > 1:
+            dist.barrier(group=self._world)
 
     def shutdown(self) -> None:
         """Leave every group. Call `barrier` first in a normal end: ranks that leave while others wait break them.
@@ -92,6 +98,19 @@ class DataParallel:
             dist.destroy_process_group()
 
 
+def from_last_stage(value: T) -> T:
+    """On all ranks that share the model, the value of the last pipeline stage (of its first tensor-parallel rank).
+
+    Ranks that compute the same thing may differ in the last bit, and a decision taken on it must be one decision.
+    """
+    group = mpu.get_model_parallel_group()
+    if dist.get_world_size(group) == 1:
+        return value
+    # With the first tensor-parallel rank as the source, which sits in one pipeline group with the others' first ones.
+    first_rank_of_last_stage = dist.get_process_group_ranks(group)[-mpu.get_tensor_model_parallel_world_size()]
+    return _broadcast(value, first_rank_of_last_stage, group)
+
+
 def lost_rank(error: BaseException) -> bool:
     """Whether `error`, or what caused it, is a collective that failed because another process is gone."""
     cause: BaseException | None = error
@@ -100,6 +119,15 @@ def lost_rank(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
+    """The value of global rank `source` on every rank of `group`."""
+    if dist.get_world_size(group) == 1:
+        return value
+    box: list[Any] = [value if dist.get_rank() == source else None]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return box[0]
 
 
 _PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.hf_folder import CONFIG_FILE, write_hf_folder
 from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.policy.actor import MegatronActor
-from exgrpo_megatron.types import TokenIds
+from exgrpo_megatron.types import ScoredSequence, TokenIds
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest accepted difference of a log-prob (nats) between the export and the trainer, by dtype of the weights."""
@@ -46,29 +47,42 @@ class ExportReport:
 
 
 def export_hf(actor: MegatronActor, dst: Path, source_dir: Path) -> ExportReport:
-    """Write the policy as a Hugging Face folder to `dst`; collective over data-parallel ranks, of which one writes.
+    """Write the policy as a Hugging Face folder to `dst`; collective over all processes, of which the main one writes.
 
     Tokenizer and settings come from `source_dir`. The folder is written beside `dst`, loaded again with transformers
     and compared with the trainer; only then does it replace what stood at `dst`.
 
     Raises:
-        CheckpointError: on every rank, when it could not be written or the exported model is not the trainer's; `dst`
-            is then as it was before.
+        CheckpointError: on every process, when it could not be written or the exported model is not the trainer's;
+            `dst` is then as it was before.
     """
+    probes = _probe_sequences(actor.architecture.vocab_size, actor.architecture.max_positions)
+    trainer = Probes(probes, actor.score(probes, temperature=1.0))
+    weights = actor.export_weights()
     outcome: ExportReport | str = ""
-    if actor.comm.rank == 0:
+    if actor.comm.is_main:
         try:
-            outcome = _export(actor, Path(dst).absolute(), Path(source_dir))
+            outcome = _export(actor, weights, trainer, Path(dst).absolute(), Path(source_dir))
         except (UserError, ModelFolderError, OSError) as error:
             outcome = f"cannot export the model to {dst}: {error}"
+    for _ in weights:
+        pass  # processes that share the model hand each weight round: none may stop before the end
     outcome = actor.comm.broadcast(outcome)
     if isinstance(outcome, str):
         raise CheckpointError(outcome)
     return outcome
 
 
-def verify_export(actor: MegatronActor, folder: Path, source_dir: Path) -> ExportReport:
-    """Load an exported folder with transformers and compare it with the policy and with `source_dir`'s tokenizer.
+@dataclass(frozen=True)
+class Probes:
+    """Sequences, and what the trainer says of them."""
+
+    sequences: list[tuple[TokenIds, TokenIds]]
+    scores: list[ScoredSequence]
+
+
+def verify_export(folder: Path, source_dir: Path, trainer: Probes, device: torch.device) -> ExportReport:
+    """Load an exported folder with transformers and compare it with the trainer and with `source_dir`'s tokenizer.
 
     Raises:
         CheckpointError: names the tensors, the tokenizer text or the log-prob that differ.
@@ -81,7 +95,7 @@ def verify_export(actor: MegatronActor, folder: Path, source_dir: Path) -> Expor
         folder=folder,
         files=tuple(sorted(path.name for path in folder.iterdir())),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        max_logprob_difference=_compare_logprobs(actor, model.to(actor.device).eval()),
+        max_logprob_difference=_compare_logprobs(trainer, model.to(device).eval()),
         tokenizer=_compare_tokenizers(folder, source_dir),
     )
 
@@ -89,13 +103,15 @@ def verify_export(actor: MegatronActor, folder: Path, source_dir: Path) -> Expor
 _LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
-def _export(actor: MegatronActor, dst: Path, source_dir: Path) -> ExportReport:
+def _export(
+    actor: MegatronActor, weights: Iterator[tuple[str, Tensor]], trainer: Probes, dst: Path, source_dir: Path
+) -> ExportReport:
     _refuse_bad_destination(dst, source_dir)
     dst.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", suffix=".unverified") as aside:
         candidate = Path(aside) / dst.name
-        write_hf_folder(candidate, actor.export_weights(), arch=actor.architecture, source_dir=source_dir)
-        report = verify_export(actor, candidate, source_dir)
+        write_hf_folder(candidate, weights, arch=actor.architecture, source_dir=source_dir)
+        report = verify_export(candidate, source_dir, trainer, actor.device)
         if dst.exists():
             os.rename(dst, Path(aside) / "replaced")
         try:
@@ -114,12 +130,11 @@ def _refuse_bad_destination(dst: Path, source_dir: Path) -> None:
         raise CheckpointError(f"something is there already that is no model folder ({CONFIG_FILE} is missing)")
 
 
-def _compare_logprobs(actor: MegatronActor, model: torch.nn.Module) -> float:
-    sequences = _probe_sequences(actor.architecture.vocab_size, actor.architecture.max_positions)
-    scored = actor.score(sequences, temperature=1.0)
+def _compare_logprobs(trainer: Probes, model: torch.nn.Module) -> float:
+    device = next(model.parameters()).device
     worst = 0.0
-    for (prompt, response), mine in zip(sequences, scored, strict=True):
-        tokens = torch.from_numpy(np.concatenate([prompt, response])).long().to(actor.device)
+    for (prompt, response), mine in zip(trainer.sequences, trainer.scores, strict=True):
+        tokens = torch.from_numpy(np.concatenate([prompt, response])).long().to(device)
         with torch.no_grad():
             logprobs = model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
         its = logprobs[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None]).squeeze(1).cpu().numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -26,7 +28,6 @@ from exgrpo_conversion.mapping import (
     pad_vocab,
     padded_vocab_size,
     shard,
-    to_hf,
     to_megatron,
 )
 from exgrpo_megatron.config import PolicyConfig
@@ -40,14 +41,23 @@ VOCAB_MULTIPLE = 128
 class ResponseModel(GPTModel):
     """GPTModel that computes logits only where a mask asks for them.
 
-    `forward(tokens, None, None, loss_mask=mask)` with a boolean mask [batch, positions] returns logits
-    [1, chosen positions, padded vocabulary], sequence by sequence. Prompts make up a large part of the positions, and
-    nothing is ever asked about their logits.
+    `forward(tokens, None, None, loss_mask=mask)` with a boolean mask [batch, positions] returns on the last pipeline
+    stage logits [1, chosen positions, this rank's part of the padded vocabulary], sequence by sequence; on the others
+    what the next stage gets. Prompts make up a large part of the positions, and nobody asks about their logits.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process and self.config.sequence_parallel:
+            # The positions are gathered before some are chosen, below; that also sums their gradient over the ranks.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.disable_grad_reduce = True
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mask = kwargs["loss_mask"]
         if self.post_process and mask is not None:
+            if self.config.sequence_parallel:
+                hidden_states = gather_from_sequence_parallel_region(hidden_states)
             sequence, position = mask.nonzero(as_tuple=True)
             rows = position * mask.shape[0] + sequence  # hidden states are [positions, batch, hidden]
             hidden_states = hidden_states.flatten(0, 1).index_select(0, rows).unsqueeze(1)
@@ -73,11 +83,15 @@ def load_model(folder: Path, policy: PolicyConfig) -> tuple[ResponseModel, Archi
     return model.to(_device()), architecture
 
 
-def hf_weights(model: torch.nn.Module, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The weights under their Hugging Face names, one parameter at a time; each tensor is a copy the caller owns."""
+def global_parameters(model: ResponseModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of this rank by their name in the whole model, whose layers are counted from the first stage."""
+    layers = model.decoder.layers
+    first = layers[0].layer_number - 1 if len(layers) else 0  # Megatron counts from 1
     for name, parameter in model.named_parameters():
-        for hf_name, tensor in to_hf(architecture, name, parameter.detach()):
-            yield hf_name, tensor.clone()
+        yield _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first}.", name), parameter
+
+
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 
 
 def _device() -> torch.device:
@@ -127,6 +141,10 @@ def _transformer_config(architecture: Architecture, policy: PolicyConfig) -> Tra
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        num_layers_in_first_pipeline_stage=layout.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=layout.num_layers_in_last_pipeline_stage,
+        **(_RECOMPUTE if layout.activation_checkpointing else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -150,6 +168,14 @@ def _transformer_config(architecture: Architecture, policy: PolicyConfig) -> Tra
     )
 
 
+_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+"""Megatron's words for: keep the input of every layer, and compute the rest again."""
+
+
 def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Megatron's end of a backward pass (sum over data-parallel ranks, shared weights), without division by tokens."""
     del num_tokens
@@ -159,7 +185,7 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None
 @torch.no_grad()
 def _fill(model: ResponseModel, architecture: Architecture, reader: HFReader) -> None:
     tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    for name, parameter in model.named_parameters():
+    for name, parameter in global_parameters(model):
         full = to_megatron(architecture, name, [reader.get(part) for part in hf_names(architecture, name)])
         if name in (EMBEDDING, OUTPUT_LAYER):
             full = pad_vocab(full, parameter.shape[0] * tp_size)

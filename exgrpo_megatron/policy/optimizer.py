@@ -38,6 +38,8 @@ def build_optimizer(model: DistributedDataParallel, policy: PolicyConfig, config
             adam_eps=config.adam_eps,
             clip_grad=policy.max_grad_norm,
             bf16=bf16,
+            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+            overlap_param_gather=model.ddp_config.overlap_param_gather,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
         ),
         [model],

@@ -53,7 +53,20 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["policy.train_global_batch_size=100"], ["= 100", "grpo.num_generations_per_prompt = 8"]),
         (["policy.train_global_batch_size=96"], ["32 * 8", "policy.train_global_batch_size = 96"]),
         (["data.max_input_seq_length=600"], ["600 + 96", "policy.max_total_sequence_length = 608"]),
-        (["policy.megatron_cfg.tensor_model_parallel_size=2"], ["tensor_model_parallel_size = 2", "not supported yet"]),
+        (["policy.megatron_cfg.context_parallel_size=2"], ["context_parallel_size = 2", "not supported yet"]),
+        (["policy.megatron_cfg.expert_model_parallel_size=2"], ["expert_model_parallel_size", "models with experts"]),
+        (
+            ["policy.megatron_cfg.sequence_parallel=true"],
+            ["policy.megatron_cfg", "sequence_parallel = true", "tensor_model_parallel_size = 1"],
+        ),
+        (
+            ["policy.megatron_cfg.num_layers_in_last_pipeline_stage=3"],
+            ["num_layers_in_last_pipeline_stage = 3", "pipeline_model_parallel_size = 1"],
+        ),
+        (
+            ["policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=true"],
+            ["overlap_param_gather = true", "overlap_grad_reduce = true", "use_distributed_optimizer = true"],
+        ),
         (
             ["policy.generation.vllm_cfg.precision=auto"],
             ["policy.generation.vllm_cfg", "not supported yet"],

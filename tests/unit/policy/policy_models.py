@@ -43,18 +43,20 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
     "rope_theta": 500000.0,
 }
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
-    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
+FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
+    "qwen2": lambda **sizes: Qwen2ForCausalLM(Qwen2Config(**SIZES | sizes, tie_word_embeddings=True)),
+    "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**SIZES | sizes, tie_word_embeddings=False)),
+    "llama3": lambda **sizes: LlamaForCausalLM(
+        LlamaConfig(**SIZES | sizes, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True)
+    ),
+    "qwen3": lambda **sizes: Qwen3ForCausalLM(Qwen3Config(**SIZES | sizes, head_dim=16, tie_word_embeddings=False)),
 }
 
 
-def save_model(family: str, folder: Path) -> PreTrainedModel:
+def save_model(family: str, folder: Path, **sizes: int) -> PreTrainedModel:
     """A two-layer model with no weight at its initial value (biases are not 0, norms not 1), saved to `folder`."""
     torch.manual_seed(7)
-    model = FAMILIES[family]().eval()
+    model = FAMILIES[family](**sizes).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))

@@ -1,0 +1,53 @@
+"""Which layers and heads a rank gets: the rules that a model sets for a parallel layout."""
+
+from __future__ import annotations
+
+from exgrpo_conversion.architecture import Architecture
+from exgrpo_megatron.config import MegatronConfig
+from exgrpo_megatron.errors import ConfigError
+
+
+def check_layout(architecture: Architecture, layout: MegatronConfig) -> None:
+    """Raise ConfigError where the model's heads, MLP or layers cannot be shared out as `policy.megatron_cfg` says."""
+    tensor_parallel = layout.tensor_model_parallel_size
+    for name, size in (
+        ("num_attention_heads", architecture.num_heads),
+        ("num_key_value_heads", architecture.num_kv_heads),
+        ("intermediate_size", architecture.ffn_size),
+    ):
+        if size % tensor_parallel:
+            raise ConfigError(
+                f"policy.megatron_cfg.tensor_model_parallel_size = {tensor_parallel} does not divide the model's "
+                f"{name} = {size}"
+            )
+    stage_layers(architecture.num_layers, layout)
+
+
+def stage_layers(num_layers: int, layout: MegatronConfig) -> list[int]:
+    """Number of layers of each pipeline stage.
+
+    Raises:
+        ConfigError: the layers cannot be shared out among the stages.
+    """
+    stages = layout.pipeline_model_parallel_size
+    first, last = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
+    given = [size for size in (first, last) if size is not None]
+    layers_left, stages_left = num_layers - sum(given), stages - len(given)
+    fits = layers_left >= stages_left and layers_left % stages_left == 0 if stages_left else layers_left == 0
+    if not fits:
+        set_apart = (
+            f", of which num_layers_in_first_pipeline_stage = {first} and num_layers_in_last_pipeline_stage = {last} "
+            f"leave {layers_left} for the other {stages_left}"
+            if given
+            else ""
+        )
+        raise ConfigError(
+            f"policy.megatron_cfg.pipeline_model_parallel_size = {stages} does not divide the model's {num_layers} "
+            f"layers{set_apart}: every stage that is not set apart has the same number, at least 1"
+        )
+    even = layers_left // stages_left if stages_left else 0
+    return [
+        *([first] if first is not None else []),
+        *[even] * stages_left,
+        *([last] if last is not None else []),
+    ]

@@ -1,0 +1,73 @@
+"""Megatron's forward(-backward) schedule over micro-batches, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from exgrpo_megatron.policy.batch import MicroBatch
+from exgrpo_megatron.policy.distributed import from_last_stage
+from exgrpo_megatron.policy.model import sum_gradients
+
+Outputs = dict[str, Tensor]
+"""What one micro-batch leaves behind, by name; no gradients."""
+OutputFunction = Callable[..., object]
+"""(micro-batch, logits [1, tokens, this rank's part of the padded vocabulary]) to what Megatron's schedule expects of
+its loss function; called on the last pipeline stage."""
+
+
+def run(
+    model: DistributedDataParallel, batches: Sequence[MicroBatch], function: OutputFunction, *, forward_only: bool
+) -> list[Outputs]:
+    """Each micro-batch through the model; its outputs in order, the same on all ranks that share the model.
+
+    With gradients, which are summed over micro-batches and data-parallel ranks, unless `forward_only`. The ranks that
+    share the model must have the same micro-batches. Data-parallel ranks may have different ones, or none; each must
+    call, because one with gradients, or with weights still on their way, waits for the others.
+    """
+    if not batches:
+        _take_part(model, forward_only=forward_only)
+        return []
+
+    def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, OutputFunction]:
+        batch = next(iterator)
+        output = module(batch.tokens, None, None, loss_mask=batch.predicts_response)
+        return output, partial(function, batch)
+
+    rows, positions = batches[0].tokens.shape
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=positions,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return from_last_stage([{name: tensor.cpu() for name, tensor in output.items()} for output in outputs])
+
+
+def receive_weights(model: DistributedDataParallel) -> None:
+    """Wait until the weights of the last optimiser step are here; collective over data-parallel ranks.
+
+    With overlap_param_gather they come during the next forward pass, in this order.
+    """
+    if model.ddp_config.overlap_param_gather:
+        for bucket_group in reversed(model.bucket_groups):
+            bucket_group.finish_param_sync()
+
+
+def _take_part(model: DistributedDataParallel, *, forward_only: bool) -> None:
+    """Give the data-parallel ranks that have micro-batches what they wait for: weights, and a gradient of zero."""
+    receive_weights(model)
+    if forward_only:
+        return
+    if model.ddp_config.overlap_grad_reduce:
+        model.start_grad_sync()
+    sum_gradients([model])

@@ -1,0 +1,78 @@
+"""The weights of a model that ranks share, whole and under their Hugging Face names, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from exgrpo_conversion.architecture import Architecture
+from exgrpo_conversion.mapping import OUTPUT_LAYER, is_sharded, to_hf, unshard
+from exgrpo_megatron.policy.model import ResponseModel, global_parameters
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One parameter of the whole model, as the tensor-parallel ranks of its stage hold it."""
+
+    name: str
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightExport:
+    """Streams the weights of `model`, which has `architecture`. Made and used by all ranks that share the model."""
+
+    def __init__(self, model: ResponseModel, architecture: Architecture) -> None:
+        self._architecture = architecture
+        self._own = dict(global_parameters(model))
+        self._device = next(iter(self._own.values())).device
+        self._plan = self._whole_model()
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, first layer to last; each tensor is a copy the caller owns.
+
+        Collective: every rank must take everything. One parameter at a time leaves its stage for all others, and
+        its parts, if tensor-parallel ranks share it, are put together on each.
+        """
+        for entry in self._plan:
+            whole = self._gathered(entry, self._from_stage(entry))
+            for name, tensor in to_hf(self._architecture, entry.name, whole):
+                yield name, tensor.clone()
+
+    def _whole_model(self) -> list[_Entry]:
+        stage = mpu.get_pipeline_model_parallel_rank()
+        own = [_Entry(name, stage, tuple(tensor.shape), tensor.dtype) for name, tensor in self._own.items()]
+        stages: list[list[_Entry]] = [own]
+        if mpu.get_pipeline_model_parallel_world_size() > 1:
+            stages = [[] for _ in range(mpu.get_pipeline_model_parallel_world_size())]
+            dist.all_gather_object(stages, own, group=mpu.get_pipeline_model_parallel_group())
+        # The output layer of a tied model is a copy of the embedding, which has its own name.
+        skipped = {OUTPUT_LAYER} if self._architecture.tied else set()
+        return [entry for entries in stages for entry in entries if entry.name not in skipped]
+
+    def _from_stage(self, entry: _Entry) -> Tensor:
+        """This tensor-parallel rank's part of the parameter, whichever stage has it."""
+        group = mpu.get_pipeline_model_parallel_group()
+        if dist.get_world_size(group) == 1:
+            return self._own[entry.name].detach()
+        if entry.stage == mpu.get_pipeline_model_parallel_rank():
+            part = self._own[entry.name].detach().contiguous()
+        else:
+            part = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+        dist.broadcast(part, src=dist.get_global_rank(group, entry.stage), group=group)
+        return part
+
+    def _gathered(self, entry: _Entry, part: Tensor) -> Tensor:
+        group = mpu.get_tensor_model_parallel_group()
+        if dist.get_world_size(group) == 1 or not is_sharded(entry.name):
+            return part
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return unshard(entry.name, parts)
