@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.policy import optimizer_state
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def load(folder: Path, state: Checkpointed) -> int:
     """Restore everything in `state` from `folder` and return the saved version; collective over all ranks.
 
     Options of the optimizer (learning rate, decay, betas) stay as they are: the recipe's, not the checkpoint's. A
-    checkpoint of another number of ranks leaves the random generators alone, with a warning.
+    checkpoint of another layout or number of ranks leaves the random generators alone, with a warning.
 
     Raises:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
@@ -81,19 +82,23 @@ def load(folder: Path, state: Checkpointed) -> int:
         about = dist_checkpointing.load_common_state_dict(str(folder)).get("about", {})
         _refuse_other(folder, about, state)
         wanted = _sharded(state, is_loading=True, trained=about["version"] > 0)
-        if about["world_size"] != dist.get_world_size():
+        if _layout(about) != _layout(_about(state)):
             wanted.pop("rng")
         loaded = dist_checkpointing.load(wanted, str(folder))
     state.model.load_state_dict(loaded["model"])
-    _restore_optimizer(state, loaded.get("optimizer"))
+    if "optimizer" in loaded:
+        steps = about.get("optimizer_steps", about["version"])
+        optimizer_state.restore(state.optimizer, _parameters(state), loaded["optimizer"], steps)
+    else:  # saved before the first step
+        optimizer_state.forget(state.optimizer)
     state.scheduler.num_steps = about["scheduler_steps"]
     state.scheduler.step(0)
     if "rng" in loaded:
         _set_rng_state(loaded["rng"])
     else:
         logger.warning(
-            "%s was saved by %d ranks and is read by %d: the random generators of torch, numpy and python start anew",
-            folder, about["world_size"], dist.get_world_size(),
+            "%s was saved on %s and is read on %s: the random generators of torch, numpy and python start anew",
+            folder, _layout(about), _layout(_about(state)),
         )  # fmt: skip
     return about["version"]
 
@@ -135,8 +140,24 @@ def _about(state: Checkpointed) -> dict[str, Any]:
         "precision": state.precision,
         "version": state.version,
         "scheduler_steps": state.scheduler.num_steps,
+        "optimizer_steps": optimizer_state.steps_taken(state.optimizer),
         "world_size": dist.get_world_size(),
+        "tensor_parallel": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
     }
+
+
+def _layout(about: dict[str, Any]) -> str:
+    """How the processes that wrote a checkpoint shared the model."""
+    return (
+        f"{about['world_size']} processes (tensor parallel {about.get('tensor_parallel', 1)}, "
+        f"pipeline {about.get('pipeline_parallel', 1)})"
+    )
+
+
+def _parameters(state: Checkpointed) -> dict[str, torch.nn.Parameter]:
+    """By their name in Megatron's state of the model on this rank."""
+    return dict(state.model.named_parameters())
 
 
 def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = None) -> dict[str, Any]:
@@ -145,7 +166,12 @@ def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = No
     model = state.model.sharded_state_dict(metadata=metadata)
     sharded: dict[str, Any] = {"model": model}
     if state.version > 0 if trained is None else trained:
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        parameters = _parameters(state)
+        sharded["optimizer"] = (
+            optimizer_state.to_load(parameters, model)
+            if is_loading
+            else optimizer_state.to_save(state.optimizer, parameters, model)
+        )
     sharded["rng"] = ShardedObject(
         "rng", None if is_loading else _rng_state(), (dist.get_world_size(),), (dist.get_rank(),)
     )
@@ -167,19 +193,6 @@ def _refuse_other(folder: Path, about: dict[str, Any], state: Checkpointed) -> N
             f"{folder} is a checkpoint of another model than policy.model_name ({'; '.join(differences)}): "
             "use the recipe it was saved with, or another checkpoint folder"
         )
-
-
-def _restore_optimizer(state: Checkpointed, loaded: dict[str, Any] | None) -> None:
-    if loaded is None:  # saved before the first step
-        state.optimizer.optimizer.state.clear()
-        state.optimizer.reload_model_params()
-        return
-    inner = loaded.get("optimizer", loaded)  # with bfloat16 weights, beside their float32 originals
-    current = state.optimizer.optimizer.state_dict()["param_groups"]
-    # Some optimizers keep their step count among the options.
-    steps = [{"step": group["step"]} if "step" in group else {} for group in inner["param_groups"]]
-    inner["param_groups"] = [{**group, **step} for group, step in zip(current, steps, strict=True)]
-    state.optimizer.load_state_dict(loaded)
 
 
 def _rng_state() -> dict[str, Any]:

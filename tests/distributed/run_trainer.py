@@ -1,8 +1,10 @@
-"""Several steps of the trainer with the embedded engine on the launched ranks; rank 0 writes what they did.
+"""Several steps of the trainer with the embedded engine on the launched ranks; the main process writes what they did.
 
-Arguments: a folder for the run, and the folder of a model that solves some of the questions.
+Arguments: a folder for the run, the folder of a model that solves some of the questions, and keys of
+policy.megatron_cfg as JSON.
 """
 
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ STEPS = 4
 
 
 def main() -> None:
-    folder, model = Path(sys.argv[1]), Path(sys.argv[2])
+    folder, model, layout = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     config = parse_recipe(
         {
             "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "seed": 5},
@@ -27,7 +29,7 @@ def main() -> None:
                 "train_micro_batch_size": 8,
                 "max_total_sequence_length": 80,
                 "generation": {"max_new_tokens": 48},
-                "megatron_cfg": {"optimizer": {"lr": 1e-4}},
+                "megatron_cfg": {"optimizer": {"lr": 1e-4}, **layout},
             },
             "experience": {"start_pass_rate": None},
             "logger": {"log_dir": str(folder / "run")},
@@ -42,7 +44,7 @@ def main() -> None:
     results = [trainer.step() for _ in range(STEPS)]
     parts.verifier.close()
     weights = {name: tensor.numpy() for name, tensor in actor.export_weights()}
-    if comm.rank == 0:
+    if comm.is_main:
         stored = {name: parts.experience.answers(name) for name in trainer.questions}
         record = {
             "metrics": [result.metrics for result in results],

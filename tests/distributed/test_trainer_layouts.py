@@ -1,5 +1,6 @@
-"""Two data-parallel ranks do what one does: the same questions, answers, replay, buffer, and weights to 1e-5."""
+"""Two ranks, however they share the work, do what one does: questions, answers, replay, buffer, and weights to 1e-5."""
 
+import json
 import pickle
 from pathlib import Path
 
@@ -12,14 +13,31 @@ SCRIPT = Path(__file__).with_name("run_trainer.py")
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
+LAYOUTS = {
+    "data parallel": {},
+    "tensor parallel": {"tensor_model_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+}
+
+
 @pytest.fixture(scope="module")
-def records(tmp_path_factory, half_trained_model):
-    def record_of(ranks):
+def record_of(tmp_path_factory, half_trained_model):
+    def run(ranks, layout):
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        launch(SCRIPT, ranks, [str(folder), str(half_trained_model)], timeout_s=300)
+        launch(SCRIPT, ranks, [str(folder), str(half_trained_model), json.dumps(layout)], timeout_s=300)
         return pickle.loads((folder / "record.pickle").read_bytes())
 
-    return record_of(1), record_of(2)
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_rank(record_of):
+    return record_of(1, {})
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def records(request, record_of, one_rank):
+    return one_rank, record_of(2, LAYOUTS[request.param])
 
 
 def test_the_ranks_sample_and_replay_the_same_answers(records):
