@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,8 @@ from rich.console import Console
 
 from exgrpo_megatron import __version__
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.process import let_rank_0_speak, process_group, quiet_libraries, reported_errors
+from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.process import let_rank_0_speak, process_group, program, quiet_libraries, reported_errors
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.recipe import options as recipe_options
 from exgrpo_megatron.stop import StopSignal
@@ -62,7 +64,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     del version  # its callback has printed it
@@ -85,6 +87,7 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     config = load_recipe(recipe, overrides or [])
     with _run(config) as (comm, stop):
         from exgrpo_megatron import build, session  # noqa: PLC0415
+        from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
 
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
@@ -93,9 +96,10 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
         if done is None:
             _say(comm, "stopped before the end: nothing was exported, and the same command begins again")
             return
-        _say(comm, f"exported to {done}")
-        _say(comm, f"next: exgrpo eval {recipe} --checkpoint {done}")
-        _say(comm, f"  or: exgrpo train {recipe} policy.model_name={done} sft.warm_start=false logger.log_dir=...")
+        if comm.rank == 0:
+            used = done.with_name(RECIPE_FILE)
+            replace_text(used, dump_recipe(config))
+            _say(comm, f"exported to {done}\nnext: {program()} eval {_quoted(used)} --checkpoint {_quoted(done)}")
 
 
 @app.command(name="eval")
@@ -141,11 +145,11 @@ def show(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 @app.command()
 def options() -> None:
     """Every recipe key with its default, unit and meaning."""
-    from exgrpo_megatron.report.tables import option_line, options_table  # noqa: PLC0415
+    from exgrpo_megatron.report.tables import option_line, options_view  # noqa: PLC0415
 
     console = Console()
     if console.is_terminal:
-        console.print(options_table(recipe_options()))
+        console.print(options_view(recipe_options(), console.width))
         return
     for option in recipe_options():
         console.print(option_line(option), markup=False, highlight=False, soft_wrap=True)
@@ -238,7 +242,8 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
             "export": outcome.export,
         },
         # The recipe as it was run: with the overrides of this command line.
-        next_command=f"exgrpo eval {outcome.log_dir / RECIPE_FILE} --checkpoint {outcome.export or outcome.checkpoint}",
+        next_command=f"{program()} eval {_quoted(outcome.log_dir / RECIPE_FILE)}"
+        f" --checkpoint {_quoted(outcome.export or outcome.checkpoint)}",
         elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
     )
@@ -274,6 +279,10 @@ def _reporter(comm: Communicator, total: int, label: str, done: int = 0) -> Iter
         return
     with ProgressReporter(total, label, done_steps=done) as reporter:
         yield reporter
+
+
+def _quoted(path: Path | None) -> str:
+    return shlex.quote(str(path))
 
 
 def _say(comm: Communicator, text: str) -> None:

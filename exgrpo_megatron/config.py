@@ -195,6 +195,11 @@ class SchedulerConfig(Section):
         None, "optimiser steps until min_lr; null: the whole run", "optimiser steps"
     )
 
+    def decay_steps(self, total_updates: int) -> int:
+        """Optimiser steps until min_lr, warm-up included, in a run of so many."""
+        steps = self.lr_decay_iters or total_updates
+        return max(steps, self.lr_warmup_iters + 1) if self.lr_decay_style == "constant" else steps
+
 
 class MegatronConfig(Section):
     """Parallel layout and optimiser of the Megatron-Core actor."""
@@ -371,6 +376,30 @@ class Config(Section):
                 f"multiple of policy.train_global_batch_size = {batch}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _schedules_fit(self) -> Config:
+        megatron, sft = self.policy.megatron_cfg, self.sft
+        for key, optimizer, scheduler, total in (
+            ("policy.megatron_cfg", megatron.optimizer, megatron.scheduler, self.total_updates),
+            ("sft", sft.optimizer, sft.scheduler, sft.max_num_steps),
+        ):
+            warmup, decay = scheduler.lr_warmup_iters, scheduler.decay_steps(total)
+            if warmup >= decay:
+                raise ValueError(
+                    f"{key}.scheduler.lr_warmup_iters = {warmup} must be below the {decay} optimiser steps "
+                    f"of the decay ({key}.scheduler.lr_decay_iters = {scheduler.lr_decay_iters}, whole run = {total})"
+                )
+            if optimizer.min_lr > optimizer.lr:
+                raise ValueError(
+                    f"{key}.optimizer.min_lr = {optimizer.min_lr} must not be above {key}.optimizer.lr = {optimizer.lr}"
+                )
+        return self
+
+    @property
+    def total_updates(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.grpo.max_num_steps * self.updates_per_step
 
     @property
     def updates_per_step(self) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 USER_ERROR, STOPPED_AT_ONCE = 2, 130
 """Exit codes."""
 
-PATIENCE_S = 3.0
-"""How long a rank other than 0 keeps an error to itself."""
+PATIENCE_S = 10.0
+"""How long a rank other than 0 keeps an error to itself: much longer than a launcher needs to end it."""
 
 _ENVIRONMENT_ERRORS = frozenset(
     {
@@ -40,6 +42,15 @@ _ENVIRONMENT_ERRORS = frozenset(
 def launched_rank() -> int:
     """This process's rank as its launcher says; 0 without one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def program() -> str:
+    """What to type in this folder for `exgrpo`, also where its environment is not activated."""
+    if shutil.which("exgrpo"):
+        return "exgrpo"
+    if Path(sys.argv[0]).name == "exgrpo":
+        return os.path.relpath(sys.argv[0])
+    return f"{os.path.relpath(sys.executable)} -m exgrpo_megatron"
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ("rollouts a step", f"{answers} without replay, at least {answers - replayed} with it"),
         ("sequences an optimiser step", f"{policy.train_global_batch_size}"),
         ("optimiser steps a step", f"{config.updates_per_step}"),
-        ("optimiser steps in all", f"{config.updates_per_step * grpo.max_num_steps}"),
+        ("optimiser steps in all", f"{config.total_updates}"),
         (
             "micro-batches an optimiser step",
             f"{-(-per_rank // policy.train_micro_batch_size)} on each of {data_parallel_size} data-parallel rank(s), "

@@ -64,6 +64,15 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["data.prompt_template=solve"], ["prompt_template", "{question}", "'solve'"]),
         (["data.train.path=x.jsonl"], ["data.train", "x.jsonl", "chain_arithmetic"]),
         (["grpo.seed"], ["'grpo.seed'", "section.key=value"]),
+        (
+            ["policy.megatron_cfg.scheduler={lr_decay_style: linear, lr_warmup_iters: 1000}"],
+            [
+                "policy.megatron_cfg.scheduler.lr_warmup_iters = 1000 must be below",
+                "lr_decay_iters = None, whole run =",
+            ],
+        ),
+        (["sft.max_num_steps=50"], ["sft.scheduler.lr_warmup_iters = 50 must be below the 50", "whole run = 50"]),
+        (["sft.optimizer={lr: 0.1, min_lr: 0.2}"], ["sft.optimizer.min_lr = 0.2", "sft.optimizer.lr = 0.1"]),
         (["variant=papper"], ["variant = 'papper'", "'corrected', 'paper' or 'code'"]),
     ],
 )
