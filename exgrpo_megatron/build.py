@@ -78,10 +78,16 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
 
 def check_prefill(config: Config) -> None:
     """Raise ConfigError where experience.prefill_path is set and is no experience file for groups of this size."""
-    if config.experience.prefill_path is None:
+    path = config.experience.prefill_path
+    if path is None or not config.experience.enabled:
         return
+    if not Path(path).exists():
+        raise ConfigError(
+            f"experience.prefill_path = {path!r}: no such file or folder; `exgrpo prefill RECIPE` makes it from worked "
+            f"solutions, null begins without"
+        )
     try:
-        check_answers_file(Path(config.experience.prefill_path), config.grpo.num_generations_per_prompt)
+        check_answers_file(Path(path), config.grpo.num_generations_per_prompt)
     except CheckpointError as error:
         raise ConfigError(f"experience.prefill_path: {error}") from None
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +14,13 @@ from rich.console import Console
 from exgrpo_megatron import __version__
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.process import let_rank_0_speak, process_group, program, quiet_libraries, reported_errors
+from exgrpo_megatron.process import command, let_rank_0_speak, process_group, quiet_libraries, reported_errors, say
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.recipe import options as recipe_options
 from exgrpo_megatron.stop import StopSignal
 
 if TYPE_CHECKING:
-    from exgrpo_megatron.build import Inputs
     from exgrpo_megatron.comm import Communicator
-    from exgrpo_megatron.parts import Reporter
-    from exgrpo_megatron.session import RunOutcome
 
 # Everything that needs torch is imported inside the commands: --help, show and options answer at once.
 
@@ -75,10 +70,9 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train a recipe: warm start if it asks for one, ExGRPO, evaluation and export. Run again to resume."""
     config = load_recipe(recipe, overrides or [])
     with _run(config) as (comm, stop):
-        started = time.monotonic()
-        outcome = _train(config, comm, stop)
-        if comm.rank == 0:
-            _finish(outcome, config, time.monotonic() - started)
+        from exgrpo_megatron.train_command import train_and_report  # noqa: PLC0415
+
+        train_and_report(config, comm, stop)
 
 
 @app.command()
@@ -87,19 +81,20 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     config = load_recipe(recipe, overrides or [])
     with _run(config) as (comm, stop):
         from exgrpo_megatron import build, session  # noqa: PLC0415
+        from exgrpo_megatron.report.console import reporter_of  # noqa: PLC0415
         from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
 
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
-        with _reporter(comm, config.sft.max_num_steps, "sft") as reporter:
+        with reporter_of(comm, config.sft.max_num_steps, "sft") as reporter:
             done = session.supervised_run(config, inputs, target, comm, reporter, stop)
         if done is None:
-            _say(comm, "stopped before the end: nothing was exported, and the same command begins again")
+            say(comm, "stopped before the end: nothing was exported, and the same command begins again")
             return
         if comm.rank == 0:
             used = done.with_name(RECIPE_FILE)
             replace_text(used, dump_recipe(config))
-            _say(comm, f"exported to {done}\nnext: {program()} eval {_quoted(used)} --checkpoint {_quoted(done)}")
+            say(comm, f"exported to {done}\nnext: {command('eval', used, '--checkpoint', done)}")
 
 
 @app.command(name="eval")
@@ -127,7 +122,38 @@ def evaluate(
             _say(
                 comm, f"\nsampled answers: {length:.1f} tokens on average; cut off at the longest length: {cut_off:.0f}"
             )
-            _say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
+            say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
+
+
+@app.command()
+def prefill(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    ending: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Closes a solution that has no box; {answer} is the gold answer. Given several times, a solution is "
+            "stored with each. Default: \\boxed{{answer}}",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Experience to begin with (experience.prefill_path), made from the worked solutions in data.train."""
+    config = load_recipe(recipe, overrides or [])
+    with process_group(config) as comm:
+        from exgrpo_megatron import build  # noqa: PLC0415
+        from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
+
+        target = check_prefill_target(config, comm.size)
+        inputs = build.load_inputs(config, comm)
+        actor = build.build_rl_actor(config, inputs.model_dir, comm)
+        parts = build.build_parts(config, inputs, actor, comm)
+        try:
+            report = record_solutions(parts, ending or ["\\boxed{{answer}}"])
+        finally:
+            parts.verifier.close()
+        parts.experience.save(target)
+        say(comm, f"{report.describe()}\nwritten to {target}")
 
 
 @app.command()
@@ -173,92 +199,6 @@ def doctor() -> None:
     print_report()
 
 
-def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
-    """Everything up to the summary; None where a signal stopped the warm start."""
-    from exgrpo_megatron import build, session  # noqa: PLC0415
-
-    inputs = build.load_inputs(config, comm)
-    _describe(config, inputs, comm)
-    finished = session.finished_run(config, inputs, comm)
-    if finished:
-        return finished
-    done = session.steps_done(config, comm)
-    start_from = inputs.model_dir if done else _start(config, inputs, comm, stop)
-    if start_from is None:
-        return None
-    with _reporter(comm, config.grpo.max_num_steps, "train", done) as reporter:
-        return session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
-
-
-def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
-    """What is about to be trained, on what, and what was found that should not be there."""
-    from exgrpo_megatron.question_checks import describe_questions  # noqa: PLC0415
-    from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
-    from exgrpo_megatron.run_folder import checkpoint_store  # noqa: PLC0415
-
-    if comm.rank == 0:
-        Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
-    for line in describe_questions(inputs):
-        _say(comm, line)
-    for path in checkpoint_store(config, comm).not_whole():
-        _say(comm, f"warning: {path} is no whole checkpoint (it has no state.json), so nothing goes on from it")
-
-
-def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal) -> Path | None:
-    """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
-    from exgrpo_megatron import build, question_checks, session  # noqa: PLC0415
-
-    build.check_prefill(config)
-    if comm.rank == 0 and config.env.math.check_gold:
-        for line in question_checks.check_gold_answers(config, inputs):
-            _say(comm, line)
-    if not config.sft.warm_start:
-        return inputs.model_dir
-    with _reporter(comm, config.sft.max_num_steps, "warm start") as reporter:
-        return session.warm_start(config, inputs, comm, reporter, stop)
-
-
-def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> None:
-    from exgrpo_megatron.metrics import read_metrics  # noqa: PLC0415
-    from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
-    from exgrpo_megatron.report.summary import run_summary  # noqa: PLC0415
-    from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE  # noqa: PLC0415
-
-    if outcome is None or not outcome.finished:
-        Console().print(_where_it_stopped(outcome), soft_wrap=True, highlight=False)
-        return
-    trained = outcome.last_step > outcome.first_step
-    if not trained:
-        Console().print(f"nothing was left to train: all {outcome.last_step} steps are done", highlight=False)
-    metrics = outcome.log_dir / METRICS_FILE
-    evaluations = [record for record in read_metrics(metrics) if "validation/pass_rate_t1" in record]
-    run_summary(
-        before=evaluations[0] if evaluations else {},
-        after=evaluations[-1] if evaluations else {},
-        paths={
-            "dashboard": write_dashboard(outcome.log_dir),
-            "metrics": metrics,
-            "checkpoint": outcome.checkpoint,
-            "export": outcome.export,
-        },
-        # The recipe as it was run: with the overrides of this command line.
-        next_command=f"{program()} eval {_quoted(outcome.log_dir / RECIPE_FILE)}"
-        f" --checkpoint {_quoted(outcome.export or outcome.checkpoint)}",
-        elapsed_s=elapsed_s if trained else None,
-        temperature=config.eval.temperature,
-    )
-
-
-def _where_it_stopped(outcome: RunOutcome | None) -> str:
-    if outcome is None:
-        return "stopped during the warm start, of which nothing is kept; the same command begins it again"
-    if outcome.last_step == 0:
-        return "stopped before the first step; the same command begins again"
-    if outcome.checkpoint is None:
-        return f"stopped after step {outcome.last_step}; nothing was saved (checkpointing.enabled = false)"
-    return f"stopped after step {outcome.last_step}, saved in {outcome.checkpoint}; the same command goes on from there"
-
-
 @contextmanager
 def _run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
     """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal."""
@@ -267,24 +207,3 @@ def _run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
 
         with locked_folder(config, comm), StopSignal(announce=comm.rank == 0).installed() as stop:
             yield comm, stop
-
-
-@contextmanager
-def _reporter(comm: Communicator, total: int, label: str, done: int = 0) -> Iterator[Reporter]:
-    from exgrpo_megatron.parts import SilentReporter  # noqa: PLC0415
-    from exgrpo_megatron.report.console import ProgressReporter  # noqa: PLC0415
-
-    if comm.rank != 0:
-        yield SilentReporter()
-        return
-    with ProgressReporter(total, label, done_steps=done) as reporter:
-        yield reporter
-
-
-def _quoted(path: Path | None) -> str:
-    return shlex.quote(str(path))
-
-
-def _say(comm: Communicator, text: str) -> None:
-    if comm.rank == 0:
-        Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,9 +7,12 @@ Loading and overriding recipes is `recipe.py`.
 
 from __future__ import annotations
 
+import math
+import re
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -106,7 +109,9 @@ class ExperienceConfig(Section):
         "normal(k/K; 0.5, bucket_sigma); linear: k/K; sqrt: sqrt(k/K); linear_clip: min(k/K, 0.5); uniform: every "
         "stored question alike; null: as the variant says",
     )
-    bucket_sigma: PositiveFloat = key(1.0, "width of the normal bucket weights, in counts or accuracy")
+    bucket_sigma: PositiveFloat = key(
+        1.0, "width of the normal bucket weights, in counts or accuracy; the other weights have none"
+    )
     answer_choice: AnswerChoice | None = key(
         None, "which stored answer of a drawn question is replayed, under the current policy; null: as the variant says"
     )
@@ -117,17 +122,21 @@ class ExperienceConfig(Section):
         None, "when correct answers begin to be stored; null: as the variant says"
     )
     retire_from: Literal["replay", "replay_and_fresh"] | None = key(
-        None, "where a question with all K correct no longer appears; null: as the variant says"
+        None,
+        "where a question with all K correct no longer appears: among replayed ones, or from the next epoch on among "
+        "new ones too, of which a batch and 20 always stay; null: as the variant says",
     )
     unused_fresh: Literal["keep", "discard"] | None = key(
-        None, "fresh questions displaced by replayed ones: keep in line, or throw away; null: as the variant says"
+        None, "new questions displaced by replayed ones: keep in line, or throw away; null: as the variant says"
     )
     allow_duplicates: bool | None = key(
-        None, "a question may stand in a batch both as fresh and as replayed; null: as the variant says"
+        None, "a question may stand in a batch both as new and as replayed; null: as the variant says"
     )
     shaping: Literal["ratio", "none"] = key("ratio", "ratio: f(w) = w / (w + shaping_beta) on replayed tokens; none: w")
     shaping_beta: PositiveFloat = key(0.1, "beta of f(w)")
-    prefill_path: str | None = key(None, "experience file of another run to begin with", "path")
+    prefill_path: str | None = key(
+        None, "experience file of another run, or made by `exgrpo prefill`, to begin with", "path"
+    )
 
 
 class DataSourceConfig(Section):
@@ -145,7 +154,10 @@ class DataSourceConfig(Section):
     answer_marker: str | None = key(None, "take the gold answer after the last occurrence of this (GSM8K: '####')")
     id_key: str | None = key(None, "column with a unique id; null: a hash of the question text")
     category_key: str | None = key(None, "column with a category to report pass rates by")
-    solution_key: str | None = key(None, "column with a worked solution (supervised fine-tuning)")
+    solution_key: str | None = key(None, "column with a worked solution (supervised fine-tuning, `exgrpo prefill`)")
+    solution_remove: str | None = key(
+        None, "regular expression: what it matches is cut from solutions (GSM8K: <<.*?>>)"
+    )
     max_questions: PositiveInt | None = key(None, "use only the first questions of the set", "questions")
 
     @model_validator(mode="after")
@@ -153,6 +165,15 @@ class DataSourceConfig(Section):
         if (self.path is None) == (self.generator is None):
             raise ValueError(f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})")
         return self
+
+    @field_validator("solution_remove")
+    @classmethod
+    def _is_regular_expression(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+        return value
 
 
 class DataConfig(Section):
@@ -241,7 +262,7 @@ class PolicyConfig(Section):
     precision: Literal["float32", "bfloat16"] = key("float32", "numbers of the weights in forward and backward")
     max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")
     skip_grad_norm_above: PositiveFloat = key(
-        500.0, "a step whose norm is above this, or not finite, is skipped and counted"
+        500.0, "an optimiser step whose norm is above this, or whose norm or loss is not finite, is skipped and counted"
     )
     megatron_cfg: MegatronConfig = key(MegatronConfig(), "Megatron-Core")
     generation: GenerationConfig = key(GenerationConfig(), "rollouts")
@@ -407,9 +428,23 @@ class Config(Section):
         sequences = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
         return sequences // self.policy.train_global_batch_size
 
+    @property
+    def max_replayed_per_step(self) -> int:
+        """Replayed questions of a step when experience has enough."""
+        experience = self.experience
+        return whole_share(experience.replay_ratio, self.grpo.num_prompts_per_step) if experience.enabled else 0
+
     def variant_table(self) -> dict[str, Any]:
         """The switches of `VARIANTS` as they are in force, by dotted key."""
         return {name: getattr(getattr(self, name.split(".")[0]), name.split(".")[1]) for name in VARIANTS}
+
+
+def whole_share(share: float, count: int) -> int:
+    """`floor(share * count)`, with the share taken as the decimal it was written as.
+
+    In binary floating point 0.29 * 100 is 28.999...; a recipe that says 0.29 of 100 means 29.
+    """
+    return math.floor(Fraction(str(share)) * count)
 
 
 def fill_variant(raw: dict[str, Any]) -> dict[str, Any]:

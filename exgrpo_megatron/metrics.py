@@ -62,16 +62,24 @@ METRICS: dict[str, Metric] = {
     "experience/retired": Metric("questions", "questions retired so far"),
     "experience/retired_this_step": Metric("questions", "questions retired in the step"),
     "experience/stored_this_step": Metric("answers", "correct answers stored in the step"),
+    "experience/already_stored": Metric("answers", "correct answers of the step that were stored before"),
+    "experience/not_collected": Metric("answers", "correct answers of the step from before collection begins"),
     "experience/refused": Metric("answers", "answers refused in the step: not one finite log-prob a token"),
+    "experience/retired_again": Metric("groups", "groups of the step whose question was retired before"),
+    "experience/replayed_wrong": Metric("answers", "replayed answers of the step that were not graded correct again"),
     "experience/scored_answers": Metric("answers", "stored answers of drawn questions scored to choose among them"),
     "experience/padded_logprobs": Metric("tokens", "log-probs padded in the step (stored_answer: text only)"),
-    "experience/mean_age_steps": Metric("steps", "mean age of the replayed answers"),
-    "experience/bucket_<k>": Metric("questions", "questions in the buffer whose latest group had k correct"),
+    "experience/mean_age_steps": Metric("steps", "mean steps since the replayed answers were stored (prefilled: at 0)"),
+    "experience/bucket_<k>": Metric(
+        "questions", "questions in the buffer whose latest group with a correct answer had k"
+    ),
     "policy/loss": Metric("", "loss, mean over the optimiser steps of the step"),
-    "policy/entropy": Metric("nats", "mean entropy over response tokens, before the update"),
+    "policy/entropy": Metric("nats", "mean entropy over response tokens, before their optimiser step"),
     "policy/grad_norm": Metric("", "global L2 norm of the gradient before clipping, largest of the step"),
     "policy/learning_rate": Metric("", "learning rate of the last optimiser step"),
-    "policy/skipped_updates": Metric("updates", "optimiser steps skipped: norm not finite or above the bound"),
+    "policy/skipped_updates": Metric(
+        "updates", "optimiser steps of the step skipped: loss or norm not finite, or norm too large"
+    ),
     "policy/clip_share": Metric("share", "new response tokens whose gradient the PPO clip removed"),
     "policy/clamped_ratios": Metric("tokens", "log-ratios beyond loss_fn.max_abs_log_ratio, clamped"),
     "policy/version": Metric("", "version of the weights after the step"),
@@ -89,7 +97,9 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_per_s": Metric("tokens/s", "sampled response tokens over the time of the rollout"),
     "data/epoch": Metric("epochs", "epoch, from 0, of the questions taken last"),
     "data/questions_left": Metric("questions", "questions the next epoch will have"),
-    "time/draw_s": Metric("s", "drawing the questions"),
+    "data/discarded": Metric("questions", "new questions thrown away in the step (unused_fresh: discard only)"),
+    "data/retired_kept": Metric("questions", "retired in the step, yet still among the new ones: too few are left"),
+    "time/draw_s": Metric("s", "drawing the questions (this and the next: of the slowest rank)"),
     "time/select_s": Metric("s", "scoring stored answers and choosing among them"),
     "time/rollout_s": Metric("s", "sampling"),
     "time/reward_s": Metric("s", "verifying answers"),
@@ -107,6 +117,9 @@ METRICS: dict[str, Metric] = {
     "sft/loss": Metric("nats", "supervised fine-tuning: mean negative log-prob of a target token"),
     "sft/learning_rate": Metric("", "supervised fine-tuning: learning rate"),
     "sft/grad_norm": Metric("", "supervised fine-tuning: global L2 norm of the gradient before clipping"),
+    "sft/skipped_updates": Metric(
+        "updates", "supervised fine-tuning: 1 where loss or norm was not finite or too large"
+    ),
     "run/rss_gib": Metric("GiB", "resident memory of rank 0's process"),
 }
 """By name. A name ending in `<...>` is a family: any ending in its place (digits only for `<k>`)."""

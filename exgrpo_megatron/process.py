@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 from rich.markup import escape
 
+from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import LostRankError, UserError
 from exgrpo_megatron.stop import StoppedAtOnceError
@@ -53,6 +55,17 @@ def program() -> str:
     return f"{os.path.relpath(sys.executable)} -m exgrpo_megatron"
 
 
+def command(*args: str | Path) -> str:
+    """A command with its arguments, to be copied."""
+    return f"{program()} {shlex.join(map(str, args))}"
+
+
+def say(comm: Communicator, text: str) -> None:
+    """A line of output, from rank 0 alone."""
+    if comm.rank == 0:
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def process_group(config: Config) -> Iterator[DataParallel]:
     """The data-parallel group of this process, left at the end; libraries are kept quiet inside.
@@ -60,6 +73,9 @@ def process_group(config: Config) -> Iterator[DataParallel]:
     Raises:
         LostRankError: another process ended early.
     """
+    # Idle OpenMP threads sleep instead of spinning: on a machine that is shared, spinning made a step ten times slower.
+    # Read when torch is loaded, below; a user's own setting stands.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     quiet_libraries()
     from exgrpo_megatron.policy import distributed  # noqa: PLC0415
 

@@ -23,9 +23,9 @@ NEMO_RL_ADVICE = {
     "grpo.batch_multiplier": "leave it out; use grpo.num_prompts_per_step",
     "grpo.max_num_epochs": "use grpo.max_num_steps",
     "grpo.max_val_samples": "use data.validation.max_questions",
-    "grpo.overlong_filtering": "not supported yet; truncated answers get reward 0 and are counted",
+    "grpo.overlong_filtering": "not supported yet; truncated answers are graded as they stand, and counted",
     "grpo.reward_scaling": "leave it out; rewards are 0 or 1",
-    "grpo.reward_shaping": "not supported yet; truncated answers get reward 0 and are counted",
+    "grpo.reward_shaping": "not supported yet; truncated answers are graded as they stand, and counted",
     "grpo.use_dynamic_sampling": "leave it out; experience.replay_ratio raises the share of mixed groups",
     "grpo.val_batch_size": "leave it out; policy.generation.max_batch_size bounds the batch",
     "logger.mlflow_enabled": "not supported yet; metrics.jsonl and TensorBoard are written",
@@ -108,7 +108,7 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
     """What the recipe's numbers mean, in questions, answers, sequences and tokens."""
     grpo, policy = config.grpo, config.policy
     answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    replayed = int(config.experience.replay_ratio * grpo.num_prompts_per_step) if config.experience.enabled else 0
+    replayed = config.max_replayed_per_step
     per_rank = -(-policy.train_global_batch_size // data_parallel_size)
     return [
         ("questions a step", f"{grpo.num_prompts_per_step}, of which at most {replayed} replayed"),

@@ -13,11 +13,12 @@ from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.errors import CheckpointError, ConfigError
+from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.metrics import MetricsLogger
 from exgrpo_megatron.parts import Reporter
+from exgrpo_megatron.prefill import load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
 from exgrpo_megatron.report.console import evaluation_line
 from exgrpo_megatron.run_folder import RECIPE_FILE, RunFolder, checkpoint_store, open_metrics
@@ -62,8 +63,8 @@ class TrainingRun:
         self.last_checkpoint = checkpoint
         if checkpoint:
             self._resume(checkpoint, state)
-        elif config.experience.prefill_path:
-            self._prefill(Path(config.experience.prefill_path))
+        elif config.experience.enabled and config.experience.prefill_path:
+            reporter.note(load_prefill(self.parts, Path(config.experience.prefill_path)))
 
     def run(self, stop: StopSignal) -> RunOutcome:
         """Trains to the last step or the stop signal, then evaluates and exports; closes what it opened."""
@@ -147,20 +148,6 @@ class TrainingRun:
         )
         for line in changed_keys(state["recipe"], self.config.model_dump(mode="json")):
             self.reporter.note(f"the recipe changed since then: {line}")
-
-    def _prefill(self, path: Path) -> None:
-        """Begin with the answers of another run; those of questions that data.train lacks could not be replayed."""
-        added = self.parts.experience.merge_file(path)
-        unknown = self.parts.experience.keep_only(self.trainer.questions.keys())
-        self.reporter.note(
-            f"experience: {added.answers} answers of {added.questions} questions from {path}; "
-            f"{unknown} questions left out because data.train does not have them"
-        )
-        if not self.parts.experience.num_questions:
-            raise ConfigError(
-                f"experience.prefill_path = {str(path)!r}: none of its questions is in data.train; use the data it was "
-                f"recorded on, or null"
-            )
 
     def _export(self) -> Path:
         from exgrpo_megatron.policy.export import export_hf  # noqa: PLC0415

@@ -39,6 +39,7 @@ class SFTTrainer:
             "sft/loss": result.loss,
             "sft/learning_rate": result.learning_rate,
             "sft/grad_norm": result.grad_norm,
+            "sft/skipped_updates": int(result.skipped),
         }
 
 

@@ -18,6 +18,8 @@ from exgrpo_megatron.rewards.alarm import verdict_counts
 from exgrpo_megatron.rewards.verifier import Verdict
 from exgrpo_megatron.types import Group, LossTerms, Trajectory, UpdateResult
 
+MAX_NAMED = 5
+"""Refused answers that a warning names; all are counted."""
 PHASES = ("draw", "select", "rollout", "reward", "old_logprobs", "update", "push", "record")
 
 
@@ -53,13 +55,18 @@ class StepRecord:
     """Steps since each replayed answer was stored."""
     num_scored: int
     num_padded: int
+    num_discarded: int
+    """New questions thrown away."""
+    retired_kept: list[str]
+    """Questions retired in the step that stay among the new ones."""
     mixed: bool
-    skipped_updates: int
+    total_skipped: int
+    """Optimiser steps skipped in the run so far."""
 
 
 def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str, float]:
     """Every metric of the step, by its name in `metrics.METRICS`; collective over data-parallel ranks."""
-    timing = clock.metrics()
+    timing = _slowest(parts.comm.all_gather(clock.metrics()))
     return {
         **_reward_metrics(record),
         **_group_metrics(record.groups),
@@ -68,15 +75,39 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
         **_rollout_metrics(record.groups, timing["time/rollout_s"]),
         "data/epoch": parts.order.epoch,
         "data/questions_left": parts.order.num_active,
+        "data/discarded": record.num_discarded,
+        "data/retired_kept": len(record.retired_kept),
         "run/rss_gib": psutil.Process().memory_info().rss / 2**30,
         **timing,
     }
+
+
+def step_warnings(record: StepRecord) -> list[str]:
+    """What of the step somebody should look at, beside the rewards."""
+    warnings = []
+    skipped = [update for update in record.updates if update.skipped]
+    if skipped:
+        found = "; ".join(f"loss {update.loss:.4g}, gradient norm {update.grad_norm:.4g}" for update in skipped)
+        warnings.append(
+            f"{len(skipped)} of {len(record.updates)} optimiser steps skipped, {record.total_skipped} so far, for a "
+            f"loss or norm that is not finite or a norm above policy.skip_grad_norm_above: {found}"
+        )
+    refused = record.report.refused
+    if refused:
+        named = "; ".join(f"question {answer.question_id!r}: {answer.reason}" for answer in refused[:MAX_NAMED])
+        warnings.append(f"{len(refused)} correct answers cannot be stored for replay: {named}")
+    return warnings
 
 
 def pass_rate(groups: list[Group]) -> float:
     """Share of correct members over all groups, replayed members included."""
     members = [member for group in groups for member in group.trajectories]
     return sum(member.reward > 0 for member in members) / len(members)
+
+
+def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """The longest of each time: every rank waits for the slowest, outside of the phase that made it wait."""
+    return {name: max(seconds[name] for seconds in ranks) for name in ranks[0]}
 
 
 def _new_answers(groups: list[Group]) -> list[Trajectory]:
@@ -104,7 +135,8 @@ def _group_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
-    experience, ages = parts.experience, record.replay_ages
+    experience, ages, report = parts.experience, record.replay_ages, record.report
+    replayed = [member for group in record.groups for member in group.trajectories if member.replayed]
     sizes = Counter(experience.bucket_sizes())
     members = parts.config.grpo.num_generations_per_prompt
     return {
@@ -113,9 +145,13 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/buffer_questions": experience.num_questions,
         "experience/stored_answers": experience.num_answers,
         "experience/retired": len(experience.retired),
-        "experience/retired_this_step": len(record.report.retired),
-        "experience/stored_this_step": record.report.stored,
-        "experience/refused": len(record.report.refused),
+        "experience/retired_this_step": len(report.retired),
+        "experience/stored_this_step": report.stored,
+        "experience/already_stored": report.duplicates,
+        "experience/not_collected": report.not_collected,
+        "experience/refused": len(report.refused),
+        "experience/retired_again": report.already_retired,
+        "experience/replayed_wrong": sum(member.reward <= 0 for member in replayed),
         "experience/scored_answers": record.num_scored,
         "experience/padded_logprobs": record.num_padded,
         **({"experience/mean_age_steps": float(np.mean(ages))} if ages else {}),
@@ -132,9 +168,10 @@ def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     return {
         "policy/loss": float(np.mean([update.loss for update in updates])),
         "policy/entropy": float(terms.entropy.mean()),
-        "policy/grad_norm": max(update.grad_norm for update in updates),
+        # numpy's maximum of a NaN and a number is NaN; Python's depends on which comes first.
+        "policy/grad_norm": float(np.max([update.grad_norm for update in updates])),
         "policy/learning_rate": updates[-1].learning_rate,
-        "policy/skipped_updates": record.skipped_updates,
+        "policy/skipped_updates": sum(update.skipped for update in updates),
         "policy/clip_share": float(terms.clipped[fresh].mean()) if fresh.any() else 0.0,
         "policy/clamped_ratios": int((np.abs(terms.log_ratio) > bound).sum()),
         "policy/version": parts.policy.version,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,11 @@ from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rewards.alarm import RewardAlarm
 from exgrpo_megatron.rewards.verifier import Verdict
 from exgrpo_megatron.rollout.protocol import SampleRequest
-from exgrpo_megatron.step_metrics import StepClock, StepRecord, pass_rate, step_metrics
+from exgrpo_megatron.step_metrics import StepClock, StepRecord, pass_rate, step_metrics, step_warnings
 from exgrpo_megatron.types import Group, Question, StoredAnswer, TokenIds, Trajectory, UpdateResult
+
+QUESTIONS_BEYOND_A_BATCH = 20
+"""The stream of new questions is never reduced to fewer than a batch and these, as in the released code."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Selection:
-    """The replayed slots, how many stored answers were scored for them, and log-probs made up by the text form."""
+    """The replayed slots, how many stored answers were scored for them, and how many of the replayed log-probs the text
+    form made up."""
 
     slots: list[_Slot]
     num_scored: int
@@ -71,9 +76,9 @@ class Trainer:
 
     def step(self) -> StepResult:
         """One iteration: questions, rollouts, rewards, updates, experience."""
-        step, clock, mixed = self.last_step + 1, StepClock(), self._replay_is_on
+        step, clock, mixed = self.last_step + 1, StepClock(), self.schedule.on
         with clock.phase("draw"):
-            drawn, fresh = self._questions(step, mixed)
+            drawn, fresh, num_discarded = self._questions(step, mixed)
         with clock.phase("select"):
             selection = self._select_answers(drawn, step)
         slots = [*selection.slots, *(_Slot(question, None) for question in fresh)]
@@ -83,7 +88,7 @@ class Trainer:
         with clock.phase("push"):
             self.push_weights()
         with clock.phase("record"):
-            report = self._record(groups, step, mixed)
+            report, retired_kept = self._record(groups, step)
         self.last_step = step
         record = StepRecord(
             groups=groups,
@@ -93,11 +98,13 @@ class Trainer:
             replay_ages=[step - slot.stored.step for slot in slots if slot.stored],
             num_scored=selection.num_scored,
             num_padded=selection.num_padded,
+            num_discarded=num_discarded,
+            retired_kept=retired_kept,
             mixed=mixed,
-            skipped_updates=self.skipped_updates,
+            total_skipped=self.skipped_updates,
         )
         metrics = step_metrics(self.parts, record, clock)
-        return StepResult(step, groups, metrics, self.alarm.observe(verdicts))
+        return StepResult(step, groups, metrics, [*self.alarm.observe(verdicts), *step_warnings(record)])
 
     def push_weights(self) -> None:
         """Give the rollout engine the policy's weights."""
@@ -121,53 +128,49 @@ class Trainer:
         self.alarm.load_state_dict(state["alarm"])
         self.parts.order.load_state_dict(state["order"])
 
-    @property
-    def _replay_is_on(self) -> bool:
-        return self.config.experience.enabled and self.schedule.on
-
-    def _questions(self, step: int, mixed: bool) -> tuple[list[str], list[Question]]:
-        """Ids drawn from experience, and the new questions that fill the batch up."""
+    def _questions(self, step: int, mixed: bool) -> tuple[list[str], list[Question], int]:
+        """Ids drawn from experience, the new questions that fill the batch up, and how many new ones are discarded."""
         config, experience = self.config, self.parts.experience
         wanted = config.grpo.num_prompts_per_step
         share = num_replayed(config.experience.replay_ratio, wanted, experience.num_questions) if mixed else 0
         drawn = experience.draw(share, _generator(config.grpo.seed, step, "draw")) if share else []
         exclude = frozenset() if config.experience.allow_duplicates else frozenset(drawn)
         fresh = self.parts.order.take(wanted - len(drawn), exclude)
-        if drawn and config.experience.unused_fresh == "discard":
-            self.parts.order.discard(len(drawn))
-        return drawn, fresh
+        discard = config.experience.unused_fresh == "discard"
+        num_discarded = self.parts.order.discard(len(drawn)) if discard else 0
+        return drawn, fresh, num_discarded
 
     def _select_answers(self, drawn: list[str], step: int) -> _Selection:
         """For each drawn question the stored answer to replay; only the drawn questions' answers are scored."""
         candidates = [self._stored_answers(question_id) for question_id in drawn]
-        num_padded = sum(padded for _, padded in candidates)
         choice = self.config.experience.answer_choice
         assert choice is not None
         pairs = [
             (self.questions[question_id].prompt_ids, answer.token_ids)
-            for question_id, (answers, _) in zip(drawn, candidates, strict=True)
+            for question_id, answers in zip(drawn, candidates, strict=True)
             if needs_scoring(choice, len(answers))
-            for answer in answers
+            for answer, _ in answers
         ]
         scores = iter(self._score(pairs))
         rng = _generator(self.config.grpo.seed, step, "answer")
-        slots = []
-        for question_id, (answers, _) in zip(drawn, candidates, strict=True):
+        slots, num_padded = [], 0
+        for question_id, answers in zip(drawn, candidates, strict=True):
             scored = [next(scores) if needs_scoring(choice, len(answers)) else None for _ in answers]
-            index = choose_answer(choice, scored, rng)
-            slots.append(_Slot(self.questions[question_id], answers[index]))
+            answer, padded = answers[choose_answer(choice, scored, rng)]
+            slots.append(_Slot(self.questions[question_id], answer))
+            num_padded += padded
         return _Selection(slots, len(pairs), num_padded)
 
-    def _stored_answers(self, question_id: str) -> tuple[list[StoredAnswer], int]:
+    def _stored_answers(self, question_id: str) -> list[tuple[StoredAnswer, int]]:
+        """The question's answers as they would be replayed, each with its number of made-up log-probs."""
         answers = self.parts.experience.answers(question_id)
         if self.config.experience.stored_answer == "tokens":
-            return list(answers), 0
+            return [(answer, 0) for answer in answers]
         tokenizer = self.parts.tokenizer
-        forms = [
-            as_text_answer(answer, tokenizer.decode, tokenizer.encode, tokenizer.eos_text, tokenizer.eos_id)
-            for answer in answers
+        decode = partial(tokenizer.decode, special_tokens=True)
+        return [
+            as_text_answer(answer, decode, tokenizer.encode, tokenizer.eos_text, tokenizer.eos_id) for answer in answers
         ]
-        return [form for form, _ in forms], sum(padded for _, padded in forms)
 
     def _score(self, pairs: list[tuple[TokenIds, TokenIds]]) -> list[Any]:
         """Scores under the current policy, each rank scoring its share; in the order of `pairs`."""
@@ -275,17 +278,17 @@ class Trainer:
             results.append(result)
         return results
 
-    def _record(self, groups: list[Group], step: int, mixed: bool) -> RecordReport:
-        """Store, retire, and decide whether replay starts with the next step."""
-        config = self.config.experience
-        collect = config.enabled and (mixed or config.collect_from == "start")
-        report = self.parts.experience.record(groups, step=step, collect=collect)
-        if config.enabled:
-            self.schedule.observe(pass_rate(groups))
-            if config.retire_from == "replay_and_fresh":
-                # As in the released code: the stream of new questions never falls to fewer than this.
-                self.parts.order.remove(report.retired, self.config.grpo.num_prompts_per_step + 20)
-        return report
+    def _record(self, groups: list[Group], step: int) -> tuple[RecordReport, list[str]]:
+        """Store, retire, and decide whether replay starts with the next step.
+
+        Returns the report, and the retired questions that nevertheless stay among the new ones.
+        """
+        report = self.parts.experience.record(groups, step=step, collect=self.schedule.collecting)
+        self.schedule.observe(pass_rate(groups))
+        if self.config.experience.retire_from == "replay":
+            return report, []
+        reserve = self.config.grpo.num_prompts_per_step + QUESTIONS_BEYOND_A_BATCH
+        return report, self.parts.order.remove(report.retired, reserve)
 
 
 def _replayed_member(stored: StoredAnswer | None) -> tuple[Trajectory, ...]:

@@ -130,6 +130,6 @@ class UpdateResult:
     grad_norm: float
     """Global L2 norm before clipping."""
     skipped: bool
-    """True where the norm was not finite or above the bound: weights and optimiser state are unchanged."""
+    """Loss or norm was not finite, or the norm above the bound: weights and optimiser state are unchanged."""
     learning_rate: float
     terms: LossTerms = field(repr=False)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-
-from exgrpo_megatron.config import ExperienceConfig
+from exgrpo_megatron.config import ExperienceConfig, whole_share
 
 
 class ReplaySchedule:
@@ -39,14 +36,10 @@ class ReplaySchedule:
         return {"on": self._on}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
-        """Go on where another schedule stopped; a recipe that has switched replay off since keeps it off."""
-        self._on = state["on"] and self._experience.enabled
+        """Go on where another schedule stopped, unless the recipe has since turned replay off, or on from the start."""
+        self._on = self._experience.enabled and (state["on"] or self._experience.start_pass_rate is None)
 
 
 def num_replayed(share: float, num_prompts: int, available: int) -> int:
-    """`min(floor(share * num_prompts), available)`, with the share taken as the decimal it was written as.
-
-    In binary floating point 0.29 * 100 is 28.999...; a recipe that says 0.29 of 100 means 29.
-    """
-    wanted = math.floor(Fraction(str(share)) * num_prompts)
-    return min(wanted, available)
+    """`min(floor(share * num_prompts), available)`."""
+    return min(whole_share(share, num_prompts), available)

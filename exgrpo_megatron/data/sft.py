@@ -11,9 +11,9 @@ from exgrpo_megatron.config import Config, DataSourceConfig
 from exgrpo_megatron.data import chain_arithmetic
 from exgrpo_megatron.data.order import permutation
 from exgrpo_megatron.data.questions import check_prompt_texts
-from exgrpo_megatron.data.rows import read_rows
+from exgrpo_megatron.data.solutions import read_solutions
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
-from exgrpo_megatron.errors import ConfigError, DataError
+from exgrpo_megatron.errors import DataError
 from exgrpo_megatron.types import TokenIds
 
 Example = tuple[TokenIds, TokenIds]
@@ -67,14 +67,9 @@ class SFTBatches:
         return [self._examples[index] for index in _epoch_slice(len(self._examples), step * size, size, seed)]
 
     def _read(self, source: DataSourceConfig) -> list[Example]:
-        if source.solution_key is None:
-            raise ConfigError(
-                f"{self._key}.solution_key is null: supervised fine-tuning needs the column with the worked solution; "
-                f"set {self._key}.solution_key" + (", or sft.data" if self._key == "data.train" else "")
-            )
         examples: list[Example] = []
-        for row in read_rows(source.path or "", [source.question_key, source.solution_key], f"{self._key}.path"):
-            example = self._example(row.text(source.question_key), row.text(source.solution_key))
+        for solution in read_solutions(source, self._key):
+            example = self._example(solution.question, solution.text)
             if example is not None:
                 examples.append(example)
             if len(examples) == source.max_questions:

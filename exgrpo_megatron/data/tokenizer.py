@@ -112,9 +112,9 @@ class PromptTokenizer:
         """Token ids of `text`, without opening or closing tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of a response; special tokens are left out."""
-        return self._decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Iterable[int], *, special_tokens: bool = False) -> str:
+        """Text of a response; special tokens are left out unless asked for."""
+        return self._decode(token_ids, skip_special_tokens=not special_tokens)
 
     def can_write(self, text: str, *, special_tokens: bool = False) -> bool:
         """False where tokenising `text` would lose characters, which byte-level vocabularies never do.

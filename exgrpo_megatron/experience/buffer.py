@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -171,14 +171,15 @@ class ExperienceBuffer:
         """Add the answers of an experience file of another run (the Parquet file, or the folder it is in).
 
         A question stored here keeps its bucket, one retired here stays away, and the other run's retired questions
-        are not taken over. On an error nothing is changed.
+        are not taken over. Answers count as stored at step 0: the other run's steps say nothing about their age here.
+        On an error nothing is changed.
 
         Raises:
             CheckpointError: the file is missing, damaged or for another group size; names the file and the row.
         """
         rows = read_answers(path / ANSWERS_FILE if path.is_dir() else path, self._group_size)
         report = MergeReport()
-        self._add_rows(rows, report)
+        self._add_rows([replace(row, answer=replace(row.answer, step=0)) for row in rows], report)
         return report
 
     def _record_group(self, group: Group, step: int, collect: bool, report: RecordReport) -> None:

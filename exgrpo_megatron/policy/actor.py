@@ -114,15 +114,17 @@ class MegatronActor:
         outputs = self._run(batches, loss, forward_only=False)
         if not batches:
             sum_gradients([self._model])  # the other ranks wait for this one's (zero) gradient
+        total_loss = self._global_sum(sum((float(output["loss"]) for output in outputs), 0.0))
         step = apply_gradients(
             self._optimizer,
             self._scheduler,
+            loss=total_loss,
             max_norm=self._policy.max_grad_norm,
             skip_above=self._policy.skip_grad_norm_above,
         )
         self.version += not step.skipped
         return UpdateResult(
-            loss=self._global_sum(sum(float(output["loss"]) for output in outputs)),
+            loss=total_loss,
             grad_norm=step.grad_norm,
             skipped=step.skipped,
             learning_rate=step.learning_rate,

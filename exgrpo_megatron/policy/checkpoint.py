@@ -57,9 +57,7 @@ def save(folder: Path, state: Checkpointed) -> None:
     Raises:
         CheckpointError: the folder holds something, or cannot be written.
     """
-    if dist.get_rank() == 0:
-        _make_empty(folder)
-    dist.barrier()
+    _make_empty(folder)
     with _as_checkpoint_error(f"cannot write the checkpoint {folder}", "check free space and permissions"):
         dist_checkpointing.save(
             {"about": _about(state), **_sharded(state, is_loading=False)}, str(folder), _InThisProcess("torch_dist", 1)
@@ -107,7 +105,7 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
     forks another: seconds of start-up for a small model, and both outlive a killed trainer.
     """
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(grouped, False),
@@ -204,10 +202,18 @@ def _set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _make_empty(folder: Path) -> None:
-    with _as_checkpoint_error(f"cannot make the checkpoint folder {folder}", "check free space and permissions"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise CheckpointError(f"{folder} is not empty: checkpoints are never written over one another")
+    """Make the folder on rank 0; every rank gets the error, so that none waits for one that has given up."""
+    fault: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                fault = [f"{folder} is not empty: checkpoints are never written over one another"]
+        except OSError as error:
+            fault = [f"cannot make the checkpoint folder {folder}: {error}; check free space and permissions"]
+    dist.broadcast_object_list(fault, src=0)
+    if fault[0] is not None:
+        raise CheckpointError(fault[0])
 
 
 @contextmanager

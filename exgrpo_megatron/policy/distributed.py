@@ -82,7 +82,11 @@ class DataParallel:
             dist.barrier(group=self._group)
 
     def shutdown(self) -> None:
-        """Leave every group. Call `barrier` first in a normal end: ranks that leave while others wait break them."""
+        """Leave every group. Call `barrier` first in a normal end: ranks that leave while others wait break them.
+
+        A process that is alone may `initialize` again; processes under torchrun may not, because the store by which
+        they find each other still holds the addresses of the first time.
+        """
         mpu.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -70,17 +70,19 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
 
 
 def apply_gradients(
-    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, max_norm: float, skip_above: float
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, loss: float, max_norm: float, skip_above: float
 ) -> Step:
-    """Clip the gradients to `max_norm` and take one step; with a norm above `skip_above`, or not finite, do nothing.
+    """Clip the gradients to `max_norm` and take one step; do nothing where the norm is above `skip_above`, or the norm
+    or the `loss` is not finite.
 
     A skipped step leaves weights, optimizer state and schedule as they were. Every rank decides alike, because the
-    norm is that of the whole, already reduced gradient.
+    norm is that of the whole, already reduced gradient, and the loss that of all ranks.
     """
     rate = learning_rate(optimizer)
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if overflow or not math.isfinite(norm) or norm > skip_above:
+    # A ratio that is NaN has no gradient (clamping the log-ratio removes it) and shows in the loss alone.
+    if overflow or not math.isfinite(norm) or norm > skip_above or not math.isfinite(loss):
         return Step(grad_norm=norm, skipped=True, learning_rate=rate)
     clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm, norm)
     optimizer.step_with_ready_grads()

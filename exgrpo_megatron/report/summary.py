@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -44,6 +44,14 @@ def run_summary(
     }
     for what, text in lines.items():
         console.print(f"{what:<{width}}  [bold]{escape(text)}[/]", soft_wrap=True, highlight=False)
+
+
+def before_and_after(records: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """The records of a run with its evaluation before the first step, and with its last one after that; else empty."""
+    evaluated = [record for record in records if "validation/pass_rate_t1" in record]
+    before = [record for record in evaluated if record["step"] == 0]
+    after = [record for record in evaluated if record["step"] > 0]
+    return (before[0] if before else {}), (after[-1] if after else {})
 
 
 def pass_rate_table(before: Mapping[str, float], after: Mapping[str, float], temperature: float) -> RenderableType:

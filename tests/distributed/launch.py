@@ -34,8 +34,13 @@ def launch(script: Path, num_processes: int, args: Sequence[str] = (), timeout_s
     return outputs
 
 
-def _start(script: Path, args: Sequence[str], rank: int, world: int, port: int) -> subprocess.Popen[str]:
+def python_path() -> str:
+    """PYTHONPATH by which a process finds this checkout's packages first."""
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "conversion"), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(path for path in paths if path)
+
+
+def _start(script: Path, args: Sequence[str], rank: int, world: int, port: int) -> subprocess.Popen[str]:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -44,7 +49,7 @@ def _start(script: Path, args: Sequence[str], rank: int, world: int, port: int) 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONPATH": python_path(),
     }
     return subprocess.Popen(
         [sys.executable, str(script), *args],

@@ -43,6 +43,8 @@ def main(model: Path, out: Path, share: str, checkpoint: str) -> None:
         results.append({**fields, "tokens": len(all_gather_concat(group, list(result.terms.entropy)))})
     if checkpoint != "-" and not Path(checkpoint).exists():
         actor.save(Path(checkpoint))
+    with pytest.raises(CheckpointError, match="is not empty"):
+        actor.save(model)  # refused on every rank
     weights = dict(actor.export_weights())
     for other in group.all_gather(weights):
         assert all(torch.equal(weights[name], other[name]) for name in weights), "ranks hold different weights"

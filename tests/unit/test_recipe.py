@@ -127,6 +127,10 @@ def test_the_derived_table_counts_questions_sequences_and_updates():
     assert table["optimiser steps a step"] == "2"
     assert table["optimiser steps in all"] == "1400"
     assert table["micro-batches an optimiser step"].startswith("2 on each of 4")
+    # 0.29 * 100 is 28.999... in binary; the recipe means 29, and 29 are replayed.
+    odd = recipe_with(grpo={"num_prompts_per_step": 100}, experience={"replay_ratio": 0.29})
+    odd["policy"]["train_global_batch_size"] = 800
+    assert dict(derived_table(parse_recipe(odd)))["questions a step"] == "100, of which at most 29 replayed"
 
 
 def test_every_option_has_a_meaning_and_numbers_have_units_or_are_plain():

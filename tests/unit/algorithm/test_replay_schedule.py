@@ -51,6 +51,9 @@ def test_the_phase_survives_a_resume():
     resumed = schedule()
     resumed.load_state_dict(replay.state_dict())
     assert resumed.on
+    resumed = schedule(start_pass_rate=None)
+    resumed.load_state_dict(schedule().state_dict())
+    assert resumed.on
     disabled = schedule(enabled=False)
     disabled.load_state_dict(replay.state_dict())
     assert not disabled.on

@@ -22,7 +22,7 @@ def test_a_prefill_of_another_group_size_is_refused(exgrpo, project):
     assert_refused(
         exgrpo("train", "recipe.yaml", "experience.prefill_path=none.parquet"),
         contents(project),
-        "experience.prefill_path: none.parquet: no such experience file",
+        "experience.prefill_path = 'none.parquet': no such file or folder",
     )
 
 

@@ -125,3 +125,19 @@ def test_a_missing_solution_key_is_named(make_recipe, byte_tokenizer, write_json
 def test_a_row_without_a_solution_is_named_with_its_line(from_rows):
     with pytest.raises(DataError, match=r'questions\.jsonl, line 11: "solution" is empty'):
         from_rows([*ROWS, {"question": "?", "solution": ""}])
+
+
+def test_what_solution_remove_matches_is_cut_from_solutions(from_rows, byte_tokenizer):
+    rows = [{"question": "3+4?", "solution": "3 + 4 = <<3+4=7>>7, as <<8-1=7>>said"}]
+    ((_, response),) = from_rows(rows, size=1, solution_remove="<<.*?>>").batch(0)
+    assert byte_tokenizer.decode(response) == "3 + 4 = 7, as said"
+
+
+def test_a_pattern_that_leaves_nothing_of_a_solution_is_an_error_with_the_line(from_rows):
+    with pytest.raises(DataError, match=r"line 1: solution_remove '\.\*' leaves nothing of \"solution\""):
+        from_rows(ROWS[:1], solution_remove=".*")
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused(from_rows):
+    with pytest.raises(ValueError, match="'\\(' is not a regular expression"):
+        from_rows(ROWS, solution_remove="(")

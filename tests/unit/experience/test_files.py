@@ -287,6 +287,8 @@ def test_a_buffer_can_begin_with_the_experience_of_another_run(played: Experienc
         assert (report.questions, report.answers) == (played.num_questions, played.num_answers)
         assert (report.duplicates, report.retired, fresh.retired) == (0, 0, frozenset())
         assert fresh.bucket_sizes() == played.bucket_sizes()
+        # Their age counts from the beginning of this run.
+        assert {row.answer.step for row in fresh._rows()} == {0}
 
 
 def test_merging_keeps_what_is_here_and_counts_what_is_left_out(played: ExperienceBuffer, tmp_path: Path):

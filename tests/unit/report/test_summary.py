@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from exgrpo_megatron.report.summary import categories, run_summary
+from exgrpo_megatron.report.summary import before_and_after, categories, run_summary
 
 BEFORE = {
     "validation/pass_rate_t1": 0.2,
@@ -64,3 +64,12 @@ def test_paths_and_the_next_command_are_whole_lines_to_copy():
 
 def test_a_run_without_held_out_questions_says_how_to_get_a_pass_rate():
     assert any("no held-out questions: set data.validation" in line for line in summary(before={}, after={}))
+
+
+def test_an_evaluation_after_training_alone_is_not_shown_as_the_one_before():
+    trained, last = {"step": 1, "reward/pass_rate": 0.5}, {"step": 2, **AFTER}
+    assert before_and_after([trained, last]) == ({}, last)
+    first, middle = {"step": 0, **BEFORE}, {"step": 1, **BEFORE}
+    assert before_and_after([first, middle, last]) == (first, last)
+    assert before_and_after([first, trained]) == (first, {})
+    assert before_and_after([trained]) == ({}, {})

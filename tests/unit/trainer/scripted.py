@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,26 @@ from exgrpo_megatron.comm import Communicator, SingleProcess
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.recipe import parse_recipe
 from exgrpo_megatron.rollout.protocol import SampledResponse
-from exgrpo_megatron.trainer import Trainer
+from exgrpo_megatron.trainer import StepResult, Trainer
+from exgrpo_megatron.types import Group, Logprobs, Question, TokenIds, Trajectory
 
 Script = Callable[[str, int], list[str]]
 """(question id, number of samples) to the responses."""
+Recorder = Callable[[Question, TokenIds], Logprobs]
+"""The log-probs an engine reports of a response."""
 
 
 class ScriptedEngine:
-    """Answers each request by `script(question text, number of samples) -> responses`; a real engine's protocol."""
+    """Answers each request by `script(question id, number of samples) -> responses`; a real engine's protocol.
+
+    It reports log-probs of -0.5 a token, unless `recorder` is set.
+    """
 
     def __init__(self, tokenizer: Any, questions: Any, script: Script) -> None:
         self.tokenizer, self.script = tokenizer, script
         self.by_prompt = {tuple(question.prompt_ids): question for question in questions}
         self.policy_version = -1
+        self.recorder: Recorder = lambda _, ids: np.full(len(ids), -0.5, dtype=np.float32)
         self.calls: list[tuple[str, int]] = []
 
     def load_weights(self, weights, version):
@@ -45,11 +52,11 @@ class ScriptedEngine:
         self.calls.append((question.id, len(request.seeds)))
         texts = self.script(question.id, len(request.seeds))
         assert len(texts) == len(request.seeds)
-        return [self._response(text) for text in texts]
+        return [self._response(question, text) for text in texts]
 
-    def _response(self, text):
+    def _response(self, question, text):
         ids = np.array([*self.tokenizer.encode(text), self.tokenizer.eos_id], dtype=np.int32)
-        return SampledResponse(ids, np.full(len(ids), -0.5, dtype=np.float32), "stop", self.policy_version)
+        return SampledResponse(ids, self.recorder(question, ids), "stop", self.policy_version)
 
 
 def write_questions(path: Path, count: int) -> None:
@@ -69,6 +76,15 @@ def wrong(question_id: str) -> str:
     return f"\\boxed{{{int(question_id[1:]) + 50}}}"
 
 
+def all_wrong(question_id: str, samples: int) -> list[str]:
+    return [wrong(question_id)] * samples
+
+
+def half_right(question_id: str, samples: int) -> list[str]:
+    """Two different right answers, then wrong ones."""
+    return [right(question_id), right(question_id, 1), wrong(question_id), wrong(question_id)][:samples]
+
+
 def make_config(tmp_path: Path, num_questions: int = 12, **sections: Any) -> Config:
     """B = 4, K = 4, replay from the first step, on a file of questions; `sections` are merged over it."""
     write_questions(tmp_path / "questions.jsonl", num_questions)
@@ -84,19 +100,70 @@ def make_config(tmp_path: Path, num_questions: int = 12, **sections: Any) -> Con
         "experience": {"start_pass_rate": None},
         "logger": {"log_dir": str(tmp_path / "run"), "tensorboard_enabled": False},
     }
-    for name, values in sections.items():
-        raw[name] = {**raw.get(name, {}), **values} if isinstance(values, dict) else values
-    return parse_recipe(raw)
+    return parse_recipe(_merged(raw, sections))
 
 
-def build_trainer(tmp_path: Path, script: Script, *, comm: Communicator | None = None, **sections: Any) -> Trainer:
-    """A trainer whose engine follows `script`; see `make_config`."""
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    inner = {
+        name: _merged(below[name], value)
+        for name, value in above.items()
+        if isinstance(value, dict) and isinstance(below.get(name), dict)
+    }
+    return {**below, **above, **inner}
+
+
+def build_trainer(
+    tmp_path: Path, script: Script | None, *, comm: Communicator | None = None, **sections: Any
+) -> Trainer:
+    """A trainer whose engine follows `script`, or with the embedded engine where it is None; see `make_config`."""
     comm = comm or SingleProcess()
     config = make_config(tmp_path, **sections)
     inputs = build.load_inputs(config, comm)
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
     parts = build.build_parts(config, inputs, actor, comm)
-    engine = ScriptedEngine(inputs.tokenizer, inputs.train.questions, script)
-    trainer = Trainer(replace(parts, engine=engine))
+    if script is not None:
+        parts = replace(parts, engine=ScriptedEngine(inputs.tokenizer, inputs.train.questions, script))
+    trainer = Trainer(parts)
     trainer.push_weights()
     return trainer
+
+
+def token_ids(trainer: Trainer, text: str) -> TokenIds:
+    """The response that says `text` and stops."""
+    return np.array([*trainer.parts.tokenizer.encode(text), trainer.parts.tokenizer.eos_id], dtype=np.int32)
+
+
+def logprobs_at_ratio(trainer: Trainer, question: Question, ids: TokenIds, ratio: float) -> Logprobs:
+    """Denominators that give every token of the response the ratio w = `ratio` under the policy as it is now."""
+    scored = trainer.parts.policy.score([(question.prompt_ids, ids)], trainer.parts.sampling.temperature)[0]
+    return scored.logprobs - np.float32(np.log(ratio))
+
+
+def plant(
+    trainer: Trainer, question_id: str, answers: Sequence[str | TokenIds], *, k: int = 0, ratio: float = 1.0
+) -> None:
+    """Store correct answers, in bucket `k` (default: their number), by recording a group that has them.
+
+    Their recorded log-probs are such that the ratio is `ratio` under the policy as it is now.
+    """
+    question = trainer.questions[question_id]
+    size = trainer.config.grpo.num_generations_per_prompt
+    responses = [token_ids(trainer, answer) if isinstance(answer, str) else answer for answer in answers]
+    responses += [responses[0]] * (k - len(responses))
+    rewards = [1.0] * len(responses) + [0.0] * (size - len(responses))
+    responses += [token_ids(trainer, wrong(question_id))] * (size - len(responses))
+    members = [
+        Trajectory(ids, logprobs_at_ratio(trainer, question, ids, ratio), reward, False, "stop", 0)
+        for ids, reward in zip(responses, rewards, strict=True)
+    ]
+    trainer.parts.experience.record([Group(question, tuple(members))], step=0, collect=True)
+
+
+def replayed_members(groups: Sequence[Group]) -> dict[str, Trajectory]:
+    """Question id -> the stored answer in its group."""
+    return {group.question.id: member for group in groups for member in group.trajectories if member.replayed}
+
+
+def fresh_ids(result: StepResult) -> list[str]:
+    """The new questions of a step, in order."""
+    return [group.question.id for group in result.groups if not group.replayed]

@@ -5,56 +5,11 @@ import shutil
 
 import pyarrow.parquet as pq
 import pytest
-from scripted import ScriptedEngine, make_config, right, write_questions, wrong
+from scripted import make_config, write_questions
 
 from exgrpo_megatron import build
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.metrics import read_metrics
-from exgrpo_megatron.parts import SilentReporter
-from exgrpo_megatron.session import StopSignal, TrainingRun
-
-
-class StopAfter(SilentReporter):
-    """Asks for a stop, as SIGTERM does, once `steps` steps are done."""
-
-    def __init__(self, stop, steps):
-        self.stop, self.left, self.notes = stop, steps, []
-
-    def step_line(self, metrics):
-        self.left -= 1
-        self.stop.requested = self.left == 0
-
-    def note(self, text):
-        self.notes.append(text)
-
-
-def answers(question_id, samples, version):
-    """Right answers of changing form, one at first and two from version 3 of the weights on; the rest wrong."""
-    good = [right(question_id, version % 3), right(question_id, (version + 1) % 3)][: 1 + (version >= 3)]
-    return [*good, *[wrong(question_id)] * (samples - len(good))]
-
-
-@pytest.fixture
-def run_steps(monkeypatch, data_parallel):
-    """Runs a recipe for a number of steps (resuming if it can); returns the run and what it noted."""
-
-    def run(config, steps):
-        inputs = build.load_inputs(config, data_parallel)
-
-        def engine_of(config, architecture):
-            # The script follows the weights' version, so that a resume must restore it.
-            engine = ScriptedEngine(inputs.tokenizer, inputs.train.questions, None)
-            engine.script = lambda name, samples: answers(name, samples, engine.policy_version)
-            return engine
-
-        monkeypatch.setattr(build, "build_engine", engine_of)
-        stop = StopSignal()
-        reporter = StopAfter(stop, steps)
-        training = TrainingRun(config, inputs, inputs.model_dir, data_parallel, reporter)
-        training.run(stop)
-        return training, reporter.notes
-
-    return run
 
 
 def weights(training):

@@ -1,0 +1,56 @@
+"""Worked solutions, as a question file has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from exgrpo_megatron.config import DataSourceConfig
+from exgrpo_megatron.data.rows import Row, read_rows
+from exgrpo_megatron.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One row's question and worked solution, without what `solution_remove` matches."""
+
+    question: str
+    text: str
+
+
+def solution_column(source: DataSourceConfig, key: str) -> tuple[str, str]:
+    """Path and column of the solutions; `key` is the dotted recipe key of the source.
+
+    Raises:
+        ConfigError: the source is no file, or no solution column is named.
+    """
+    if source.path is None or source.solution_key is None:
+        missing = "path" if source.path is None else "solution_key"
+        raise ConfigError(
+            f"{key}.{missing} is null: worked solutions come from a file; set {key}.path and {key}.solution_key (the "
+            f"column with the solution)"
+        )
+    return source.path, source.solution_key
+
+
+def read_solutions(source: DataSourceConfig, key: str) -> Iterator[Solution]:
+    """The solutions of a source, row by row.
+
+    Raises:
+        ConfigError: as `solution_column`.
+        DataError: at the first row that cannot be used.
+    """
+    path, column = solution_column(source, key)
+    for row in read_rows(path, [source.question_key, column], f"{key}.path"):
+        yield Solution(row.text(source.question_key), _text(row, column, source.solution_remove))
+
+
+def _text(row: Row, column: str, remove: str | None) -> str:
+    whole = row.text(column)
+    text = whole if remove is None else re.sub(remove, "", whole)
+    if not text.strip():
+        raise DataError(
+            f'{row.place}: solution_remove {remove!r} leaves nothing of "{column}"; correct it in the recipe'
+        )
+    return text
