@@ -119,7 +119,7 @@ def evaluate(
             summary, answers = checkpoint_evaluation.write_evaluation(config, evaluation, found)
             Console().print(evaluation_table(metrics, len(inputs.held_out), config.eval.temperature))
             length, cut_off = metrics["validation/response_length"], metrics["validation/truncated"]
-            _say(
+            say(
                 comm, f"\nsampled answers: {length:.1f} tokens on average; cut off at the longest length: {cut_off:.0f}"
             )
             say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
