@@ -81,8 +81,8 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     config = load_recipe(recipe, overrides or [])
     with _run(config) as (comm, stop):
         from exgrpo_megatron import build, session  # noqa: PLC0415
-        from exgrpo_megatron.report.console import reporter_of  # noqa: PLC0415
         from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
+        from exgrpo_megatron.train_command import reporter_of  # noqa: PLC0415
 
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
@@ -119,7 +119,7 @@ def evaluate(
             summary, answers = checkpoint_evaluation.write_evaluation(config, evaluation, found)
             Console().print(evaluation_table(metrics, len(inputs.held_out), config.eval.temperature))
             length, cut_off = metrics["validation/response_length"], metrics["validation/truncated"]
-            _say(
+            say(
                 comm, f"\nsampled answers: {length:.1f} tokens on average; cut off at the longest length: {cut_off:.0f}"
             )
             say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
