@@ -81,8 +81,8 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     config = load_recipe(recipe, overrides or [])
     with _run(config) as (comm, stop):
         from exgrpo_megatron import build, session  # noqa: PLC0415
-        from exgrpo_megatron.report.console import reporter_of  # noqa: PLC0415
         from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
+        from exgrpo_megatron.train_command import reporter_of  # noqa: PLC0415
 
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"

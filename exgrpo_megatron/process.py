@@ -51,8 +51,14 @@ def program() -> str:
     if shutil.which("exgrpo"):
         return "exgrpo"
     if Path(sys.argv[0]).name == "exgrpo":
-        return os.path.relpath(sys.argv[0])
-    return f"{os.path.relpath(sys.executable)} -m exgrpo_megatron"
+        return _short(sys.argv[0])
+    return f"{_short(sys.executable)} -m exgrpo_megatron"
+
+
+def _short(path: str) -> str:
+    """Relative to the current folder where it is in it."""
+    short = os.path.relpath(path)
+    return os.path.abspath(path) if short.startswith("..") else short
 
 
 def command(*args: str | Path) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -12,8 +14,9 @@ from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
-from exgrpo_megatron.report.console import reporter_of
+from exgrpo_megatron.report.console import ProgressReporter
 from exgrpo_megatron.report.dashboard import write_dashboard
 from exgrpo_megatron.report.summary import before_and_after, run_summary
 from exgrpo_megatron.report.tables import numbers_table, variant_table
@@ -28,6 +31,16 @@ def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> No
     outcome = _train(config, comm, stop)
     if comm.rank == 0:
         _finish(outcome, config, time.monotonic() - started)
+
+
+@contextmanager
+def reporter_of(comm: Communicator, total_steps: int, label: str, done_steps: int = 0) -> Iterator[Reporter]:
+    """A `ProgressReporter` on rank 0, and one that says nothing on the others."""
+    if comm.rank != 0:
+        yield SilentReporter()
+        return
+    with ProgressReporter(total_steps, label, done_steps=done_steps) as reporter:
+        yield reporter
 
 
 def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:

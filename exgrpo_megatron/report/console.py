@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from exgrpo_megatron.comm import Communicator
-from exgrpo_megatron.parts import Reporter, SilentReporter
 
 PLAIN_LINES = 10
 """Lines `advance` writes over a whole run where there is no terminal."""
@@ -101,16 +97,6 @@ class ProgressReporter:
         self.step += 1
         if self._bar is not None:
             self._bar.update(self._task, completed=self.step, text=escape(text))
-
-
-@contextmanager
-def reporter_of(comm: Communicator, total_steps: int, label: str, done_steps: int = 0) -> Iterator[Reporter]:
-    """A `ProgressReporter` on rank 0, and one that says nothing on the others."""
-    if comm.rank != 0:
-        yield SilentReporter()
-        return
-    with ProgressReporter(total_steps, label, done_steps=done_steps) as reporter:
-        yield reporter
 
 
 def step_parts(metrics: Metrics) -> list[str]:

@@ -144,6 +144,8 @@ def test_the_next_command_can_be_typed_where_the_environment_is_not_activated(mo
     monkeypatch.setattr(sys, "argv", ["/a/package/__main__.py"])
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert program() == "python -m exgrpo_megatron"
+    monkeypatch.setattr(sys, "executable", "/opt/python")
+    assert program() == "/opt/python -m exgrpo_megatron"
     (tmp_path / "exgrpo").write_text("#!/bin/sh\n")
     (tmp_path / "exgrpo").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
