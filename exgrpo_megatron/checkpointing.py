@@ -114,6 +114,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{checkpoint}: neither a run's checkpoint (it has no {STATE_FILE}) nor a Hugging Face folder (no config)"
+            f"{_what_is_inside(checkpoint)}"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
@@ -143,3 +144,9 @@ def _replace_folder(aside: Path, final: Path) -> None:
         final.rename(old)
     aside.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _what_is_inside(folder: Path) -> str:
+    """Where the folder is a whole run: the checkpoints and the export one may have meant."""
+    found = [*sorted(folder.glob("checkpoints/step_*/" + STATE_FILE)), *folder.glob("hf/config.json")]
+    return f"; it is a run's folder, which has {', '.join(str(path.parent) for path in found)}" if found else ""

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from exgrpo_megatron import __version__
 from exgrpo_megatron.config import Config
+from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.process import command, let_rank_0_speak, process_group, quiet_libraries, reported_errors, say
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
@@ -169,15 +170,19 @@ def show(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
 
 @app.command()
-def options() -> None:
-    """Every recipe key with its default, unit and meaning."""
+def options(
+    prefix: Annotated[str, typer.Argument(help="Only keys that start with this.", show_default=False)] = "",
+) -> None:
+    """Every recipe key with its default, unit, meaning and possible values."""
     from exgrpo_megatron.report.tables import option_line, options_view  # noqa: PLC0415
 
-    console = Console()
+    console, listed = Console(), recipe_options(prefix)
+    if not listed:
+        raise ConfigError(f"no recipe key starts with {prefix!r}; exgrpo options lists them all")
     if console.is_terminal:
-        console.print(options_view(recipe_options(), console.width))
+        console.print(options_view(listed, console.width))
         return
-    for option in recipe_options():
+    for option in listed:
         console.print(option_line(option), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -163,7 +163,8 @@ class DataSourceConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DataSourceConfig:
         if (self.path is None) == (self.generator is None):
-            raise ValueError(f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})")
+            rule = f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})"
+            raise ValueError(f"{rule}; generator: null beside a path replaces a generator" if self.path else rule)
         return self
 
     @field_validator("solution_remove")
@@ -379,6 +380,17 @@ class Config(Section):
             raise ValueError(
                 f"data.max_input_seq_length + policy.generation.max_new_tokens = {prompt} + {response} is more than "
                 f"policy.max_total_sequence_length = {total}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warm_start_has_solutions(self) -> Config:
+        source = self.sft.data or self.data.train
+        if self.sft.warm_start and source.path is not None and source.solution_key is None:
+            name = "sft.data" if self.sft.data else "data.train"
+            raise ValueError(
+                f"sft.warm_start = true, but {name}.solution_key is null: a warm start needs worked solutions; set it, "
+                f"or sft.data to other questions with solutions, or sft.warm_start = false"
             )
         return self
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -85,11 +85,12 @@ class Option:
     default: str
     unit: str
     meaning: str
+    """With the values there are, where they can be listed."""
 
 
-def options() -> list[Option]:
-    """Every recipe key in the order of the schema."""
-    return list(_walk(Config, ""))
+def options(prefix: str = "") -> list[Option]:
+    """Every recipe key that starts with `prefix`, in the order of the schema."""
+    return [option for option in _walk(Config, "") if option.name.startswith(prefix)]
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -157,6 +158,10 @@ def _read_with_defaults(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        inside = path / "recipe.yaml"
+        hint = f"; a run is resumed by its recipe: {inside}" if inside.is_file() else ""
+        raise ConfigError(f"{path}: a folder, not a recipe file{hint}") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such recipe file{_nearby_recipes(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -238,7 +243,22 @@ def _walk(section: type[BaseModel], prefix: str, defaults: BaseModel | None = No
         else:
             extra = field.json_schema_extra
             unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
-            yield Option(prefix + name, _default_text(default), unit, field.description or "")
+            yield Option(prefix + name, _default_text(default), unit, _meaning(field))
+
+
+def _meaning(field: FieldInfo) -> str:
+    """The description, and the values of a key that admits only some and does not explain each."""
+    meaning = field.description or ""
+    choices = [value for value in _literals(field.annotation) if isinstance(value, str)]
+    if not choices or all(choice in meaning for choice in choices):
+        return meaning
+    return f"{meaning}; one of {', '.join(choices)}"
+
+
+def _literals(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for part in get_args(annotation) for value in _literals(part)]
 
 
 def _nested_section(field: FieldInfo) -> type[BaseModel] | None:

@@ -13,6 +13,7 @@ from exgrpo_megatron import build, question_checks, session
 from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
+from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
@@ -23,6 +24,12 @@ from exgrpo_megatron.report.tables import numbers_table, variant_table
 from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE, checkpoint_store
 from exgrpo_megatron.session import RunOutcome
 from exgrpo_megatron.stop import StopSignal
+
+STEP_LINE_LEGEND = (
+    "a line a step: new pass = correct share of the answers sampled in it (solved questions leave the stream, so it "
+    "levels off while the held-out rate rises); retired = questions solved by all their answers; buffer = stored "
+    "questions (q) and answers (a); ratio = median (1% - 99%) of new over recorded probability of replayed tokens"
+)
 
 
 def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> None:
@@ -54,6 +61,7 @@ def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome |
     start_from = inputs.model_dir if done else _start(config, inputs, comm, stop)
     if start_from is None:
         return None
+    say(comm, STEP_LINE_LEGEND)
     with reporter_of(comm, config.grpo.max_num_steps, "train", done) as reporter:
         return session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
 
@@ -75,6 +83,8 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
         for line in question_checks.check_gold_answers(config, inputs):
             say(comm, line)
     if not config.sft.warm_start:
+        if is_embedded(config.policy.model_name):
+            say(comm, f"warning: {config.policy.model_name} has random weights, and sft.warm_start is false")
         return inputs.model_dir
     with reporter_of(comm, config.sft.max_num_steps, "warm start") as reporter:
         return session.warm_start(config, inputs, comm, reporter, stop)
