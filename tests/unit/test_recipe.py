@@ -63,6 +63,11 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["experience.replay_ratio=.nan"], ["experience.replay_ratio", "finite number"]),
         (["data.prompt_template=solve"], ["prompt_template", "{question}", "'solve'"]),
         (["data.train.path=x.jsonl"], ["data.train", "x.jsonl", "chain_arithmetic"]),
+        (["data.train.path=x.jsonl"], ["generator: null"]),
+        (
+            ["data.train.path=x.jsonl", "data.train.generator=null", "sft.warm_start=true"],
+            ["sft.warm_start = true", "data.train.solution_key is null", "sft.data"],
+        ),
         (["grpo.seed"], ["'grpo.seed'", "section.key=value"]),
         (
             ["policy.megatron_cfg.scheduler={lr_decay_style: linear, lr_warmup_iters: 1000}"],
@@ -137,6 +142,23 @@ def test_every_option_has_a_meaning_and_numbers_have_units_or_are_plain():
     listed = options()
     assert len(listed) == len({option.name for option in listed}) > 80
     assert all(option.meaning for option in listed)
+
+
+def test_options_name_the_values_a_key_admits_and_can_be_filtered():
+    meanings = {option.name: option.meaning for option in options()}
+    assert meanings["variant"].endswith("one of corrected, paper, code")
+    assert meanings["data.train.generator"].endswith("one of chain_arithmetic")
+    # Explained one by one in the text: not listed again.
+    assert "one of" not in meanings["experience.shaping"]
+    assert {option.name.split(".")[0] for option in options("sft.")} == {"sft"}
+
+
+def test_a_runs_folder_given_as_recipe_points_to_the_recipe_in_it(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"a folder, not a recipe file; a run is resumed by its recipe: .*recipe\.yaml"
+    ):
+        load_recipe(tmp_path)
 
 
 def test_changed_keys_lists_each_leaf_with_both_values():
