@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from cli_project import assert_refused, contents, rows, write_lines
 from rich.console import Console
 
+from exgrpo_megatron import cli
 from exgrpo_megatron.process import program
 from exgrpo_megatron.recipe import load_recipe, options
 from exgrpo_megatron.report.tables import options_view
@@ -182,3 +184,30 @@ def test_commands_that_need_no_model_do_not_import_torch(project, args):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, typer.Abort])
+def test_ctrl_c_before_the_first_step_ends_with_one_line(exgrpo, project, monkeypatch, error):
+    def interrupted(*_):
+        raise error
+
+    monkeypatch.setattr(cli, "load_recipe", interrupted)
+    result = exgrpo("train", "recipe.yaml")
+    assert (result.code, result.out, result.err) == (130, "", "error: stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize(("rank", "line"), [("0", "error: stopped by Ctrl-C\n"), ("1", "")])
+def test_ctrl_c_while_the_command_is_imported_ends_with_one_line_of_rank_0(rank, line):
+    script = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from exgrpo_megatron.__main__ import main\nmain()\n"
+    )
+    paths = ":".join(str(ROOT / name) for name in (".", "kernels", "conversion"))
+    environment = {"PYTHONPATH": paths, "RANK": rank}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, line)
