@@ -15,7 +15,16 @@ from exgrpo_megatron import __version__
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.process import command, let_rank_0_speak, process_group, quiet_libraries, reported_errors, say
+from exgrpo_megatron.process import (
+    STOPPED_AT_ONCE,
+    command,
+    launched_rank,
+    let_rank_0_speak,
+    process_group,
+    quiet_libraries,
+    reported_errors,
+    say,
+)
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.recipe import options as recipe_options
 from exgrpo_megatron.stop import StopSignal
@@ -40,7 +49,7 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, or stopped by a signal and saved; 2 something the user must change."""
+    """Exit codes: 0 done, or stopped by a signal and saved; 2 something the user must change; 130 stopped at once."""
     with reported_errors():
         try:
             code = app(args, prog_name="exgrpo", standalone_mode=False)
@@ -48,6 +57,10 @@ def main(args: Sequence[str] | None = None) -> None:
             let_rank_0_speak()
             error.show()
             code = error.exit_code
+        except (KeyboardInterrupt, typer.Abort):
+            code = STOPPED_AT_ONCE
+        if code == STOPPED_AT_ONCE and launched_rank() == 0:  # some versions of typer make it a code, silently
+            sys.stderr.write("error: stopped by Ctrl-C\n")
     sys.exit(code or 0)
 
 

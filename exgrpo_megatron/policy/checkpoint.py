@@ -224,7 +224,9 @@ def _as_checkpoint_error(what: str, advice: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {_reason(error)}; {advice}") from error
 
 
-_FAILURES = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+_FAILURES = (
+    OSError, RuntimeError, KeyError, ValueError, EOFError, TypeError, AttributeError, pickle.UnpicklingError,
+)  # fmt: skip
 """What torch and Megatron raise for files that are cut off, changed, or cannot be written."""
 
 
