@@ -110,6 +110,8 @@ def reported_errors() -> Iterator[None]:
         _fail(str(error))
     except UserError as error:
         _fail(str(error))
+    except FloatingPointError as error:
+        _fail(f"{error}: the policy has diverged; lower its learning rate and go on from the last checkpoint")
     except OSError as error:
         if error.errno not in _ENVIRONMENT_ERRORS:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -73,19 +73,16 @@ def checkpoint_store(config: Config, comm: Communicator) -> CheckpointStore:
 
 @contextmanager
 def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
-    """The run's folder, made, and locked against a second run."""
-    path = writable_folder(Path(config.logger.log_dir), "logger.log_dir")
-    if comm.rank != 0:
-        yield RunFolder(config)
-        return
-    with (path / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"logger.log_dir = {str(path)!r}: another run is writing there; wait for it, stop it, or choose "
-                f"another logger.log_dir"
-            ) from None
+    """The run's folder and that of its checkpoints, made, and locked against a second run."""
+    folders = {"logger.log_dir": Path(config.logger.log_dir)}
+    if config.checkpointing.checkpoint_dir:
+        folders["checkpointing.checkpoint_dir"] = Path(config.checkpointing.checkpoint_dir)
+        _check_apart(*folders.values())
+    with ExitStack() as stack:
+        for key, path in folders.items():
+            writable_folder(path, key)
+            if comm.rank == 0:
+                stack.enter_context(_locked(path, key))
         yield RunFolder(config)
 
 
@@ -107,3 +104,23 @@ def open_metrics(
         yield logger
     finally:
         logger.close()
+
+
+def _check_apart(log_dir: Path, checkpoint_dir: Path) -> None:
+    if checkpoint_dir.resolve() in [log_dir.resolve(), *log_dir.resolve().parents]:
+        raise ConfigError(
+            f"logger.log_dir = {str(log_dir)!r} lies in checkpointing.checkpoint_dir = {str(checkpoint_dir)!r}, where "
+            f"old checkpoints are deleted; choose another of the two"
+        )
+
+
+@contextmanager
+def _locked(path: Path, key: str) -> Iterator[None]:
+    with (path / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{key} = {str(path)!r}: another run is writing there; wait for it, stop it, or choose another {key}"
+            ) from None
+        yield

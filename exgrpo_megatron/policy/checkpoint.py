@@ -74,7 +74,7 @@ def load(folder: Path, state: Checkpointed) -> int:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
     """
     broken = f"cannot read the checkpoint {folder}"
-    for name in ("common.pt", ".metadata", "metadata.json"):  # the last two are written last
+    for name in (".metadata", "metadata.json"):  # written last
         if not (folder / name).is_file():
             raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
     with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
