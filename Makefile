@@ -7,8 +7,8 @@ STAMP := $(VENV)/.setup-done
 TEST_WORKERS := 2
 
 # The first interpreter that is new enough and can make environments; a pyenv shim may exist and still not run.
-PYTHON = $(shell for p in python3.11 python3.12 python3 python3.13; do \
-	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+PYTHON = $(shell for p in python3.11 python3.12 python3; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' >/dev/null 2>&1 \
 	&& command -v "$$p" && break; done)
 
 # One thread a test process: several processes with a thread pool each only fight over the cores.
@@ -25,8 +25,8 @@ setup: $(STAMP)  ## make .venv with the pinned packages (once; again when a pin 
 
 $(STAMP): pyproject.toml requirements/cpu.lock requirements/gpu.lock scripts/setup.py
 	@python="$(PYTHON)"; test -n "$$python" || { \
-		echo 'make setup needs Python 3.11 or newer with the venv module (Debian, Ubuntu: python3-venv).' >&2; \
-		echo 'None of python3.11, python3.12, python3, python3.13 is one; name yours: make setup PYTHON=/path/to/python' >&2; \
+		echo 'make setup needs Python 3.11 or 3.12 with the venv module (Debian, Ubuntu: python3-venv).' >&2; \
+		echo 'None of python3.11, python3.12, python3 is one; name yours: make setup PYTHON=/path/to/python' >&2; \
 		exit 2; }; \
 	"$$python" scripts/setup.py --venv $(VENV) $(if $(TORCH_INDEX),--torch-index "$(TORCH_INDEX)")
 	@touch $@

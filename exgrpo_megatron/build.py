@@ -155,7 +155,7 @@ def build_rl_actor(config: Config, model_dir: Path, comm: Communicator) -> Megat
         comm,
         optimizer=megatron.optimizer,
         scheduler=megatron.scheduler,
-        total_updates=config.grpo.max_num_steps * config.updates_per_step,
+        total_updates=config.total_updates,
     )
 
 

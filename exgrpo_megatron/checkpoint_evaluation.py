@@ -72,6 +72,7 @@ def _weights(config: Config, inputs: Inputs, checkpoint: Path, comm: Communicato
         reader = build.HFReader(checkpoint)
         return ((name, reader.get(name)) for name in reader.names())
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
+    checkpoint_store(config, comm).verify(checkpoint)
     actor.load(checkpoint / "policy")
     return actor.export_weights()
 

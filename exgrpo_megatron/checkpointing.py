@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -18,9 +19,14 @@ from exgrpo_megatron.files import replace_text
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
-STATE_KEYS = frozenset({"step", "data_fingerprint", "recipe", "schedule", "alarm", "order", "skipped_updates"})
+DIGESTS_FILE = "files.json"
+"""SHA-256 of every other file of a checkpoint: a reader of tensors would take changed bytes for weights."""
+STATE_KEYS = frozenset(
+    {"step", "data_fingerprint", "recipe", "schedule", "alarm", "order", "skipped_updates", "metrics"}
+)
 """What the state of a run always holds."""
 _NAME = re.compile(r"step_(\d{6,})")
+_LEFT_OVER = re.compile(r"step_\d{6,}\.incomplete(_old)?")
 
 
 class CheckpointStore:
@@ -30,7 +36,7 @@ class CheckpointStore:
         self.folder, self.config, self.comm = folder, config, comm
 
     def save(self, step: int, state: dict[str, Any], write_parts: Callable[[Path], None]) -> Path:
-        """A checkpoint of `step`: `write_parts(folder)` on every process, `state` as JSON by the main one, the rename.
+        """A checkpoint of `step`: `write_parts(folder)` on every rank, `state` as JSON by rank 0, then the rename.
 
         On any failure the folder is as it was before. `state["metrics"]` decides which checkpoint is the best.
 
@@ -43,18 +49,41 @@ class CheckpointStore:
                 _make_empty(aside)
             self.comm.barrier()
             write_parts(aside)
-            self.comm.barrier()
             if self.comm.is_main:
                 replace_text(aside / STATE_FILE, json.dumps(state, indent=1))
+            self.comm.barrier()
+            digests = self._digests(aside)
+            if self.comm.is_main:
+                replace_text(aside / DIGESTS_FILE, json.dumps(digests, indent=1))
                 _replace_folder(aside, final)
-                self._prune()
         except (OSError, UserError) as error:
             raise self._not_saved(step, error) from error
         finally:
             if self.comm.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
+        if self.comm.is_main:
+            self._prune()
         self.comm.barrier()
         return final
+
+    def verify(self, checkpoint: Path) -> None:
+        """Raise CheckpointError, on every rank, where a file of the checkpoint is missing or not as it was saved."""
+        path = checkpoint / DIGESTS_FILE
+        try:
+            saved = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
+        found = self._digests(checkpoint)
+        changed = sorted(name for name, digest in saved.items() if found.get(name) != digest)
+        if changed:
+            what = "is not as it was saved" if (checkpoint / changed[0]).is_file() else "is missing"
+            raise CheckpointError(f"{checkpoint / changed[0]} {what}: {_damaged(checkpoint)}")
+
+    def _digests(self, folder: Path) -> dict[str, str]:
+        """SHA-256 by file, the same on every rank; each rank reads its share."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS_FILE)
+        mine = {str(path.relative_to(folder)): _digest(path) for path in files[self.comm.rank :: self.comm.size]}
+        return {name: digest for share in self.comm.all_gather(mine) for name, digest in share.items()}
 
     def _not_saved(self, step: int, error: Exception) -> CheckpointError:
         before = self.latest()
@@ -91,19 +120,24 @@ class CheckpointStore:
 
     def _metric(self, path: Path) -> float | None:
         try:
-            value = read_state(path).get("metrics", {}).get(self.config.metric_name)
-        except CheckpointError as error:
-            logger.warning("left out when the best checkpoint was looked for: %s", error)
+            value = read_state(path)["metrics"].get(self.config.metric_name)
+            return None if value is None else float(value)
+        except (CheckpointError, TypeError, ValueError, AttributeError) as error:
+            logger.warning("%s is left out when the best checkpoint is looked for: %s", path, error)
             return None
-        return None if value is None else float(value)
 
     def _prune(self) -> None:
+        """Delete what is no longer kept; what cannot be deleted costs room, not the run."""
         keep = {*self._all()[-self.config.keep_last_n :], self.best()}
-        for path in self._all():
-            if path not in keep:
-                shutil.rmtree(path)
-        for path in self.folder.glob("*.incomplete"):
-            shutil.rmtree(path, ignore_errors=True)
+        left_over = [path for path in self.folder.iterdir() if _LEFT_OVER.fullmatch(path.name)]
+        for path in [*left_over, *(path for path in self._all() if path not in keep)]:
+            try:
+                if path.is_symlink():
+                    path.unlink()
+                else:
+                    shutil.rmtree(path)
+            except OSError as error:
+                logger.warning("%s is no longer kept but cannot be deleted: %s", path, error)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -114,13 +148,21 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{checkpoint}: neither a run's checkpoint (it has no {STATE_FILE}) nor a Hugging Face folder (no config)"
+            f"{_what_is_inside(checkpoint)}"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
     missing = STATE_KEYS - state.keys() if isinstance(state, dict) else STATE_KEYS
     if missing:
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} (it lacks {', '.join(sorted(missing))})")
+    if not isinstance(state["step"], int):
+        raise CheckpointError(f"{path}: {_damaged(checkpoint)} (step = {state['step']!r} is no number)")
     return state
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -140,6 +182,14 @@ def _replace_folder(aside: Path, final: Path) -> None:
     """Rename, moving an older folder of the same name out of the way first."""
     old = final.with_suffix(".incomplete_old")
     if final.exists():
+        if not (_is_whole(final) or (final / "policy").is_dir()):
+            raise CheckpointError(f"{final} is in the way and is no checkpoint; move it")
         final.rename(old)
     aside.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _what_is_inside(folder: Path) -> str:
+    """Where the folder is a whole run: the checkpoints and the export one may have meant."""
+    found = [*sorted(folder.glob("checkpoints/step_*/" + STATE_FILE)), *folder.glob("hf/config.json")]
+    return f"; it is a run's folder, which has {', '.join(str(path.parent) for path in found)}" if found else ""

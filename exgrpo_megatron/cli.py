@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +13,24 @@ from rich.console import Console
 
 from exgrpo_megatron import __version__
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.process import let_rank_0_speak, process_group, quiet_libraries, reported_errors
+from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.process import (
+    STOPPED_AT_ONCE,
+    command,
+    launched_rank,
+    let_rank_0_speak,
+    process_group,
+    quiet_libraries,
+    reported_errors,
+    say,
+)
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.recipe import options as recipe_options
 from exgrpo_megatron.stop import StopSignal
 
 if TYPE_CHECKING:
-    from exgrpo_megatron.build import Inputs
     from exgrpo_megatron.comm import Communicator
-    from exgrpo_megatron.parts import Reporter
-    from exgrpo_megatron.session import RunOutcome
 
 # Everything that needs torch is imported inside the commands: --help, show and options answer at once.
 
@@ -42,7 +49,7 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, or stopped by a signal and saved; 2 something the user must change."""
+    """Exit codes: 0 done, or stopped by a signal and saved; 2 something the user must change; 130 stopped at once."""
     with reported_errors():
         try:
             code = app(args, prog_name="exgrpo", standalone_mode=False)
@@ -50,6 +57,10 @@ def main(args: Sequence[str] | None = None) -> None:
             let_rank_0_speak()
             error.show()
             code = error.exit_code
+        except (KeyboardInterrupt, typer.Abort):
+            code = STOPPED_AT_ONCE
+        if code == STOPPED_AT_ONCE and launched_rank() == 0:  # some versions of typer make it a code, silently
+            sys.stderr.write("error: stopped by Ctrl-C\n")
     sys.exit(code or 0)
 
 
@@ -62,7 +73,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     del version  # its callback has printed it
@@ -73,10 +84,9 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train a recipe: warm start if it asks for one, ExGRPO, evaluation and export. Run again to resume."""
     config = load_recipe(recipe, overrides or [])
     with _run(config) as (comm, stop):
-        started = time.monotonic()
-        outcome = _train(config, comm, stop)
-        if comm.is_main:
-            _finish(outcome, config, time.monotonic() - started)
+        from exgrpo_megatron.train_command import train_and_report  # noqa: PLC0415
+
+        train_and_report(config, comm, stop)
 
 
 @app.command()
@@ -85,17 +95,20 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     config = load_recipe(recipe, overrides or [])
     with _run(config) as (comm, stop):
         from exgrpo_megatron import build, session  # noqa: PLC0415
+        from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
+        from exgrpo_megatron.train_command import reporter_of  # noqa: PLC0415
 
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
-        with _reporter(comm, config.sft.max_num_steps, "sft") as reporter:
+        with reporter_of(comm, config.sft.max_num_steps, "sft") as reporter:
             done = session.supervised_run(config, inputs, target, comm, reporter, stop)
         if done is None:
-            _say(comm, "stopped before the end: nothing was exported, and the same command begins again")
+            say(comm, "stopped before the end: nothing was exported, and the same command begins again")
             return
-        _say(comm, f"exported to {done}")
-        _say(comm, f"next: {_program()} eval {recipe} --checkpoint {done}")
-        _say(comm, f"  or: exgrpo train {recipe} policy.model_name={done} sft.warm_start=false logger.log_dir=...")
+        if comm.is_main:
+            used = done.with_name(RECIPE_FILE)
+            replace_text(used, dump_recipe(config))
+            say(comm, f"exported to {done}\nnext: {command('eval', used, '--checkpoint', done)}")
 
 
 @app.command(name="eval")
@@ -120,10 +133,10 @@ def evaluate(
             summary, answers = checkpoint_evaluation.write_evaluation(config, evaluation, found)
             Console().print(evaluation_table(metrics, len(inputs.held_out), config.eval.temperature))
             length, cut_off = metrics["validation/response_length"], metrics["validation/truncated"]
-            _say(
+            say(
                 comm, f"\nsampled answers: {length:.1f} tokens on average; cut off at the longest length: {cut_off:.0f}"
             )
-            _say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
+            say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
 
 
 @app.command()
@@ -145,7 +158,7 @@ def prefill(
         from exgrpo_megatron import build  # noqa: PLC0415
         from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
 
-        target = check_prefill_target(config, comm.size)
+        target = check_prefill_target(config, comm.world_size)
         inputs = build.load_inputs(config, comm)
         actor = build.build_rl_actor(config, inputs.model_dir, comm)
         parts = build.build_parts(config, inputs, actor, comm)
@@ -155,7 +168,7 @@ def prefill(
             parts.verifier.close()
         if comm.is_main:
             parts.experience.save(target)
-        _say(comm, f"{report.describe()}\nwritten to {target}")
+        say(comm, f"{report.describe()}\nwritten to {target}")
 
 
 @app.command()
@@ -165,22 +178,26 @@ def show(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
     config = load_recipe(recipe, overrides or [])
     processes = (config.cluster.num_nodes or 1) * (config.cluster.gpus_per_node or 1)
-    data_parallel_size = max(1, processes // config.policy.megatron_cfg.model_parallel_size)
     console = Console()
     console.print(dump_recipe(config), markup=False, highlight=False, soft_wrap=True)
+    data_parallel_size = max(1, processes // config.policy.megatron_cfg.model_parallel_size)
     console.print(numbers_table(config, data_parallel_size), "", variant_table(config), sep="\n")
 
 
 @app.command()
-def options() -> None:
-    """Every recipe key with its default, unit and meaning."""
-    from exgrpo_megatron.report.tables import option_line, options_table  # noqa: PLC0415
+def options(
+    prefix: Annotated[str, typer.Argument(help="Only keys that start with this.", show_default=False)] = "",
+) -> None:
+    """Every recipe key with its default, unit, meaning and possible values."""
+    from exgrpo_megatron.report.tables import option_line, options_view  # noqa: PLC0415
 
-    console = Console()
+    console, listed = Console(), recipe_options(prefix)
+    if not listed:
+        raise ConfigError(f"no recipe key starts with {prefix!r}; exgrpo options lists them all")
     if console.is_terminal:
-        console.print(options_table(recipe_options()))
+        console.print(options_view(listed, console.width))
         return
-    for option in recipe_options():
+    for option in listed:
         console.print(option_line(option), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -202,98 +219,6 @@ def doctor() -> None:
     print_report()
 
 
-def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
-    """Everything up to the summary; None where a signal stopped the warm start."""
-    from exgrpo_megatron import build, session  # noqa: PLC0415
-
-    inputs = build.load_inputs(config, comm)
-    _describe(config, inputs, comm)
-    finished = session.finished_run(config, inputs, comm)
-    if finished:
-        return finished
-    done = session.steps_done(config, comm)
-    start_from = inputs.model_dir if done else _start(config, inputs, comm, stop)
-    if start_from is None:
-        return None
-    with _reporter(comm, config.grpo.max_num_steps, "train", done) as reporter:
-        return session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
-
-
-def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
-    """What is about to be trained, on what, and what was found that should not be there."""
-    from exgrpo_megatron.question_checks import describe_questions  # noqa: PLC0415
-    from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
-    from exgrpo_megatron.run_folder import checkpoint_store  # noqa: PLC0415
-
-    if comm.is_main:
-        Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
-    for line in describe_questions(inputs):
-        _say(comm, line)
-    for path in checkpoint_store(config, comm).not_whole():
-        _say(comm, f"warning: {path} is no whole checkpoint (it has no state.json), so nothing goes on from it")
-
-
-def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal) -> Path | None:
-    """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
-    from exgrpo_megatron import build, question_checks, session  # noqa: PLC0415
-
-    build.check_prefill(config)
-    if comm.is_main and config.env.math.check_gold:
-        for line in question_checks.check_gold_answers(config, inputs):
-            _say(comm, line)
-    if not config.sft.warm_start:
-        return inputs.model_dir
-    with _reporter(comm, config.sft.max_num_steps, "warm start") as reporter:
-        return session.warm_start(config, inputs, comm, reporter, stop)
-
-
-def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> None:
-    from exgrpo_megatron.metrics import read_metrics  # noqa: PLC0415
-    from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
-    from exgrpo_megatron.report.summary import before_and_after, run_summary  # noqa: PLC0415
-    from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE  # noqa: PLC0415
-
-    if outcome is None or not outcome.finished:
-        Console().print(_where_it_stopped(outcome), soft_wrap=True, highlight=False)
-        return
-    trained = outcome.last_step > outcome.first_step
-    if not trained:
-        Console().print(f"nothing was left to train: all {outcome.last_step} steps are done", highlight=False)
-    metrics = outcome.log_dir / METRICS_FILE
-    before, after = before_and_after(read_metrics(metrics))
-    recipe, final = outcome.log_dir / RECIPE_FILE, outcome.export or outcome.checkpoint
-    run_summary(
-        before=before,
-        after=after,
-        paths={
-            "dashboard": write_dashboard(outcome.log_dir),
-            "metrics": metrics,
-            "checkpoint": outcome.checkpoint,
-            "export": outcome.export,
-        },
-        # The recipe as it was run: with the overrides of this command line.
-        next_command=f"{_program()} eval {recipe} --checkpoint {final}" if final else f"{_program()} show {recipe}",
-        elapsed_s=elapsed_s if trained else None,
-        temperature=config.eval.temperature,
-    )
-
-
-def _program() -> str:
-    """This command as it was typed, so that the next one can be copied without an activated environment."""
-    name = Path(sys.argv[0])
-    return "python -m exgrpo_megatron" if name.name == "__main__.py" else str(name)
-
-
-def _where_it_stopped(outcome: RunOutcome | None) -> str:
-    if outcome is None:
-        return "stopped during the warm start, of which nothing is kept; the same command begins it again"
-    if outcome.last_step == 0:
-        return "stopped before the first step; the same command begins again"
-    if outcome.checkpoint is None:
-        return f"stopped after step {outcome.last_step}; nothing was saved (checkpointing.enabled = false)"
-    return f"stopped after step {outcome.last_step}, saved in {outcome.checkpoint}; the same command goes on from there"
-
-
 @contextmanager
 def _run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
     """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal."""
@@ -302,20 +227,3 @@ def _run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
 
         with locked_folder(config, comm), StopSignal(announce=comm.is_main).installed() as stop:
             yield comm, stop
-
-
-@contextmanager
-def _reporter(comm: Communicator, total: int, label: str, done: int = 0) -> Iterator[Reporter]:
-    from exgrpo_megatron.parts import SilentReporter  # noqa: PLC0415
-    from exgrpo_megatron.report.console import ProgressReporter  # noqa: PLC0415
-
-    if not comm.is_main:
-        yield SilentReporter()
-        return
-    with ProgressReporter(total, label, done_steps=done) as reporter:
-        yield reporter
-
-
-def _say(comm: Communicator, text: str) -> None:
-    if comm.is_main:
-        Console().print(text, markup=False, highlight=False, soft_wrap=True)

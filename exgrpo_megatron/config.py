@@ -10,15 +10,21 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""What torch's generators take."""
+Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
+Name = Annotated[str, Field(min_length=1)]
+"""Of a file, folder, column or the like."""
 
 VariantName = Literal["corrected", "paper", "code"]
 
@@ -48,9 +54,31 @@ VARIANTS: dict[str, dict[VariantName, Any]] = {
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are refused."""
+    """Frozen; unknown keys are refused, and so is `true` or `false` where a number is meant."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number_is_no_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python's True is an int, and pydantic would read it as 1.
+        given = value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(item, bool) for item in given):
+            admitted = _leaf_types(cls.model_fields[info.field_name or ""].annotation)
+            if admitted & {int, float} and bool not in admitted:
+                raise PydanticCustomError("bool_for_number", "Input should be a number, not true or false")
+        return value
+
+
+def _leaf_types(annotation: Any) -> set[type]:
+    """The plain types an annotation is made of; a literal counts as the type of its values."""
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    if get_origin(annotation) is Annotated:
+        return _leaf_types(get_args(annotation)[0])
+    if isinstance(annotation, type) and not get_args(annotation):
+        return {annotation}
+    return {leaf for part in get_args(annotation) for leaf in _leaf_types(part)}
 
 
 def key(default: Any, meaning: str, unit: str = "") -> Any:
@@ -64,7 +92,7 @@ class GRPOConfig(Section):
     num_prompts_per_step: PositiveInt = key(32, "questions in one step, replayed ones included (B)", "questions")
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = key(8, "members of a group (K)", "answers")
     max_num_steps: PositiveInt = key(100, "training steps of the whole run", "steps")
-    seed: Count = key(42, "seed of every random draw of the run")
+    seed: Seed = key(42, "seed of every random draw of the run")
     val_period: Count = key(10, "steps between evaluations on the validation set; 0: never", "steps")
     val_at_start: bool = key(True, "evaluate before the first step")
     normalize_rewards: bool = key(False, "divide advantages by the group's (unbiased) standard deviation")
@@ -92,7 +120,10 @@ class LossConfig(Section):
     old_logprobs: Literal["recomputed", "engine"] = key(
         "recomputed", "denominators of the ratio of new answers: recomputed by the policy, or the engine's own"
     )
-    max_abs_log_ratio: PositiveFloat = key(20.0, "log-ratios are clamped to +- this before exp; hits are counted")
+    # exp(88) is the last that float32 can hold.
+    max_abs_log_ratio: Annotated[float, Field(gt=0, le=80)] = key(
+        20.0, "log-ratios are clamped to +- this before exp; hits are counted"
+    )
 
 
 class ExperienceConfig(Section):
@@ -134,7 +165,7 @@ class ExperienceConfig(Section):
     )
     shaping: Literal["ratio", "none"] = key("ratio", "ratio: f(w) = w / (w + shaping_beta) on replayed tokens; none: w")
     shaping_beta: PositiveFloat = key(0.1, "beta of f(w)")
-    prefill_path: str | None = key(
+    prefill_path: Name | None = key(
         None, "experience file of another run, or made by `exgrpo prefill`, to begin with", "path"
     )
 
@@ -142,19 +173,19 @@ class ExperienceConfig(Section):
 class DataSourceConfig(Section):
     """One set of questions: a file, or a generator."""
 
-    path: str | None = key(None, "JSONL or Parquet file with one question a row", "path")
+    path: Name | None = key(None, "JSONL or Parquet file with one question a row", "path")
     generator: Literal["chain_arithmetic"] | None = key(None, "embedded task instead of a file")
     generator_size: PositiveInt = key(400, "questions to generate", "questions")
-    generator_seed: Count = key(0, "seed of the generated questions")
-    generator_difficulties: tuple[Annotated[int, Field(ge=2, le=8)], ...] = key(
+    generator_seed: Seed = key(0, "seed of the generated questions")
+    generator_difficulties: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1)] = key(
         (2, 3, 4, 5, 6), "numbers of terms in a generated chain"
     )
-    question_key: str = key("question", "column with the question")
-    answer_key: str = key("answer", "column with the gold answer")
-    answer_marker: str | None = key(None, "take the gold answer after the last occurrence of this (GSM8K: '####')")
-    id_key: str | None = key(None, "column with a unique id; null: a hash of the question text")
-    category_key: str | None = key(None, "column with a category to report pass rates by")
-    solution_key: str | None = key(None, "column with a worked solution (supervised fine-tuning, `exgrpo prefill`)")
+    question_key: Name = key("question", "column with the question")
+    answer_key: Name = key("answer", "column with the gold answer")
+    answer_marker: Name | None = key(None, "take the gold answer after the last occurrence of this (GSM8K: '####')")
+    id_key: Name | None = key(None, "column with a unique id; null: a hash of the question text")
+    category_key: Name | None = key(None, "column with a category to report pass rates by")
+    solution_key: Name | None = key(None, "column with a worked solution (supervised fine-tuning, `exgrpo prefill`)")
     solution_remove: str | None = key(
         None, "regular expression: what it matches is cut from solutions (GSM8K: <<.*?>>)"
     )
@@ -163,7 +194,8 @@ class DataSourceConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DataSourceConfig:
         if (self.path is None) == (self.generator is None):
-            raise ValueError(f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})")
+            rule = f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})"
+            raise ValueError(f"{rule}; generator: null beside a path replaces a generator" if self.path else rule)
         return self
 
     @field_validator("solution_remove")
@@ -199,7 +231,7 @@ class OptimizerConfig(Section):
     """AdamW, through Megatron's optimizer."""
 
     optimizer: Literal["adam"] = key("adam", "AdamW")
-    lr: PositiveFloat = key(1e-6, "peak learning rate")
+    lr: Annotated[float, Field(gt=0, le=10)] = key(1e-6, "peak learning rate")
     min_lr: NonNegativeFloat = key(0.0, "learning rate at the end of a decay")
     weight_decay: NonNegativeFloat = key(0.01, "decoupled weight decay")
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "decay of the first moment")
@@ -215,6 +247,11 @@ class SchedulerConfig(Section):
     lr_decay_iters: PositiveInt | None = key(
         None, "optimiser steps until min_lr; null: the whole run", "optimiser steps"
     )
+
+    def decay_steps(self, total_updates: int) -> int:
+        """Optimiser steps until min_lr, warm-up included, in a run of so many."""
+        steps = self.lr_decay_iters or total_updates
+        return max(steps, self.lr_warmup_iters + 1) if self.lr_decay_style == "constant" else steps
 
 
 class MegatronOptimizerConfig(OptimizerConfig):
@@ -301,8 +338,8 @@ class GenerationConfig(Section):
 
     backend: Literal["embedded"] = key("embedded", "embedded: batched KV-cache sampling in torch")
     max_new_tokens: PositiveInt = key(96, "longest response; longer ones are truncated and counted", "tokens")
-    temperature: PositiveFloat = key(1.0, "sampling temperature of training rollouts")
-    stop_token_ids: tuple[Count, ...] | None = key(
+    temperature: Temperature = key(1.0, "sampling temperature of training rollouts")
+    stop_token_ids: Annotated[tuple[Count, ...], Field(min_length=1)] | None = key(
         None, "tokens that end a response; null: those of the model's generation config and the tokenizer"
     )
     max_batch_size: PositiveInt = key(256, "responses sampled at once on one rank", "responses")
@@ -311,13 +348,13 @@ class GenerationConfig(Section):
 class TokenizerConfig(Section):
     """Tokenizer and chat template."""
 
-    name: str | None = key(None, "folder of the tokenizer; null: policy.model_name", "path")
+    name: Name | None = key(None, "folder of the tokenizer; null: policy.model_name", "path")
 
 
 class PolicyConfig(Section):
     """The model that is trained."""
 
-    model_name: str = key(..., "Hugging Face model folder, or embedded:chain-qwen2 (0.4M, made on the spot)", "path")
+    model_name: Name = key(..., "Hugging Face model folder, or embedded:chain-qwen2 (0.4M, made on the spot)", "path")
     tokenizer: TokenizerConfig = key(TokenizerConfig(), "tokenizer")
     train_global_batch_size: PositiveInt = key(256, "sequences of one optimiser step", "sequences")
     train_micro_batch_size: PositiveInt = key(64, "sequences of one forward-backward on one rank", "sequences")
@@ -336,12 +373,12 @@ class SFTConfig(Section):
     """Supervised fine-tuning: `exgrpo sft`, and the warm start of `exgrpo train`."""
 
     warm_start: bool = key(False, "run it before the first training step (kept and reused by later runs)")
-    warm_start_dir: str = key("runs/warm_starts", "where warm starts are kept", "path")
+    warm_start_dir: Name = key("runs/warm_starts", "where warm starts are kept", "path")
     data: DataSourceConfig | None = key(None, "questions with solutions; null: data.train")
     generator_worked_share: Share = key(0.3, "share of generated solutions that show their working; others guess")
     max_num_steps: PositiveInt = key(700, "optimiser steps", "optimiser steps")
     train_global_batch_size: PositiveInt = key(64, "sequences of one optimiser step", "sequences")
-    seed: Count = key(1000, "seed of the order and of generated solutions")
+    seed: Seed = key(1000, "seed of the order and of generated solutions")
     optimizer: OptimizerConfig = key(OptimizerConfig(lr=1e-5), "optimiser")
     scheduler: SchedulerConfig = key(
         SchedulerConfig(lr_decay_style="linear", lr_warmup_iters=50), "learning-rate schedule"
@@ -353,7 +390,9 @@ class MathEnvConfig(Section):
 
     num_workers: PositiveInt = key(2, "worker processes on one rank", "processes")
     math_verify_impl: Literal["hf_math_verify"] = key("hf_math_verify", "the verifier")
-    timeout_s: PositiveFloat = key(5.0, "time for one answer; then its worker is killed and the reward is 0", "s")
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = key(
+        5.0, "time for one answer; then its worker is killed and the reward is 0", "s"
+    )
     require_box: bool = key(True, "an answer without a closed \\boxed{} gets 0")
     require_literal: bool = key(False, "a boxed answer that is no plain number or fraction gets 0")
     max_boxed_chars: PositiveInt = key(256, "a longer boxed answer gets 0", "characters")
@@ -383,27 +422,42 @@ class EvalConfig(Section):
     """Evaluation on the validation set, during training and by `exgrpo eval`."""
 
     num_tests_per_prompt: PositiveInt = key(1, "samples a question at eval.temperature", "answers")
-    temperature: PositiveFloat = key(1.0, "temperature of the sampled pass rate")
+    temperature: Temperature = key(1.0, "temperature of the sampled pass rate")
     greedy: bool = key(True, "also measure greedy decoding")
-    seed: Count = key(123, "seed of the samples")
+    seed: Seed = key(123, "seed of the samples")
 
 
 class CheckpointConfig(Section):
     """What is saved, and what is kept."""
 
     enabled: bool = key(True, "save checkpoints, and resume from the newest one")
-    checkpoint_dir: str | None = key(None, "null: <logger.log_dir>/checkpoints", "path")
+    checkpoint_dir: Name | None = key(None, "null: <logger.log_dir>/checkpoints", "path")
     save_period: PositiveInt = key(20, "steps between checkpoints; the last step is always saved", "steps")
     keep_last_n: PositiveInt = key(2, "newest checkpoints kept", "checkpoints")
-    metric_name: str = key("validation/pass_rate_greedy", "the checkpoint best in this is kept too")
+    metric_name: str = key(
+        "validation/pass_rate_greedy",
+        "the checkpoint best in this is kept too: validation/pass_rate_t1 or validation/pass_rate_greedy, of one "
+        "category with /<category> behind it, validation/response_length, or validation/truncated; without "
+        "data.validation no checkpoint is the best",
+    )
     higher_is_better: bool = key(True, "direction of metric_name")
     export_hf: bool = key(True, "write <logger.log_dir>/hf at the end, checked against the trainer")
+
+    @field_validator("metric_name")
+    @classmethod
+    def _metric_is_measured(cls, value: str) -> str:
+        if not _VALIDATION_METRIC.fullmatch(value):
+            raise PydanticCustomError("metric", "Input should be a metric of the evaluations")
+        return value
+
+
+_VALIDATION_METRIC = re.compile(r"validation/(pass_rate_(t1|greedy)(/.+)?|response_length|truncated)")
 
 
 class LoggerConfig(Section):
     """What is written while training."""
 
-    log_dir: str = key("runs/default", "folder of the run", "path")
+    log_dir: Name = key("runs/default", "folder of the run", "path")
     tensorboard_enabled: bool = key(True, "write TensorBoard events beside metrics.jsonl")
 
 
@@ -447,6 +501,27 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _warm_start_has_solutions(self) -> Config:
+        source = self.sft.data or self.data.train
+        if self.sft.warm_start and source.path is not None and source.solution_key is None:
+            name = "sft.data" if self.sft.data else "data.train"
+            raise ValueError(
+                f"sft.warm_start = true, but {name}.solution_key is null: a warm start needs worked solutions; set it, "
+                f"or sft.data to other questions with solutions, or sft.warm_start = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_metric_is_measured(self) -> Config:
+        name = self.checkpointing.metric_name
+        if self.data.validation and not self.eval.greedy and name.startswith("validation/pass_rate_greedy"):
+            raise ValueError(
+                f"eval.greedy = false, but checkpointing.metric_name = {name!r} is measured by greedy decoding: set "
+                f"checkpointing.metric_name to {name.replace('greedy', 't1', 1)!r}, or eval.greedy = true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _whole_groups_a_minibatch(self) -> Config:
         prompts, members = self.grpo.num_prompts_per_step, self.grpo.num_generations_per_prompt
         batch = self.policy.train_global_batch_size
@@ -461,6 +536,30 @@ class Config(Section):
                 f"multiple of policy.train_global_batch_size = {batch}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _schedules_fit(self) -> Config:
+        megatron, sft = self.policy.megatron_cfg, self.sft
+        for key, optimizer, scheduler, total in (
+            ("policy.megatron_cfg", megatron.optimizer, megatron.scheduler, self.total_updates),
+            ("sft", sft.optimizer, sft.scheduler, sft.max_num_steps),
+        ):
+            warmup, decay = scheduler.lr_warmup_iters, scheduler.decay_steps(total)
+            if warmup >= decay:
+                raise ValueError(
+                    f"{key}.scheduler.lr_warmup_iters = {warmup} must be below the {decay} optimiser steps "
+                    f"of the decay ({key}.scheduler.lr_decay_iters = {scheduler.lr_decay_iters}, whole run = {total})"
+                )
+            if optimizer.min_lr > optimizer.lr:
+                raise ValueError(
+                    f"{key}.optimizer.min_lr = {optimizer.min_lr} must not be above {key}.optimizer.lr = {optimizer.lr}"
+                )
+        return self
+
+    @property
+    def total_updates(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.grpo.max_num_steps * self.updates_per_step
 
     @property
     def updates_per_step(self) -> int:
@@ -494,6 +593,6 @@ def fill_variant(raw: dict[str, Any]) -> dict[str, Any]:
     for name, values in VARIANTS.items():
         section, switch = name.split(".")
         given = filled.get(section, {})
-        if variant in values and isinstance(given, dict) and given.get(switch) is None:
+        if isinstance(variant, str) and variant in values and isinstance(given, dict) and given.get(switch) is None:
             filled[section] = {**given, switch: values[variant]}
     return filled

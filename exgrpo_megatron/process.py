@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
+import shutil
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
 
+from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import LostRankError, UserError
 from exgrpo_megatron.stop import StoppedAtOnceError
@@ -25,8 +29,8 @@ if TYPE_CHECKING:
 USER_ERROR, STOPPED_AT_ONCE = 2, 130
 """Exit codes."""
 
-PATIENCE_S = 3.0
-"""How long a rank other than 0 keeps an error to itself."""
+PATIENCE_S = 10.0
+"""How long a rank other than 0 keeps an error to itself: much longer than a launcher needs to end it."""
 
 _ENVIRONMENT_ERRORS = frozenset(
     {
@@ -40,6 +44,32 @@ _ENVIRONMENT_ERRORS = frozenset(
 def launched_rank() -> int:
     """This process's rank as its launcher says; 0 without one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def program() -> str:
+    """What to type in this folder for `exgrpo`, also where its environment is not activated."""
+    if shutil.which("exgrpo"):
+        return "exgrpo"
+    if Path(sys.argv[0]).name == "exgrpo":
+        return _short(sys.argv[0])
+    return f"{_short(sys.executable)} -m exgrpo_megatron"
+
+
+def _short(path: str) -> str:
+    """Relative to the current folder where it is in it."""
+    short = os.path.relpath(path)
+    return os.path.abspath(path) if short.startswith("..") else short
+
+
+def command(*args: str | Path) -> str:
+    """A command with its arguments, to be copied."""
+    return f"{program()} {shlex.join(map(str, args))}"
+
+
+def say(comm: Communicator, text: str) -> None:
+    """A line of output, from rank 0 alone."""
+    if comm.is_main:
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -80,6 +110,8 @@ def reported_errors() -> Iterator[None]:
         _fail(str(error))
     except UserError as error:
         _fail(str(error))
+    except FloatingPointError as error:
+        _fail(f"{error}: the policy has diverged; lower its learning rate and go on from the last checkpoint")
     except OSError as error:
         if error.errno not in _ENVIRONMENT_ERRORS:
             raise

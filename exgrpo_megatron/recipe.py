@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -77,7 +78,7 @@ def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Config:
 
 def dump_recipe(config: Config) -> str:
     """The resolved recipe as YAML; loading it again gives an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,12 @@ class Option:
     default: str
     unit: str
     meaning: str
+    """With the values there are, where they can be listed."""
 
 
-def options() -> list[Option]:
-    """Every recipe key in the order of the schema."""
-    return list(_walk(Config, ""))
+def options(prefix: str = "") -> list[Option]:
+    """Every recipe key that starts with `prefix`, in the order of the schema."""
+    return [option for option in _walk(Config, "") if option.name.startswith(prefix)]
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -120,7 +122,7 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ("rollouts a step", f"{answers} without replay, at least {answers - replayed} with it"),
         ("sequences an optimiser step", f"{policy.train_global_batch_size}"),
         ("optimiser steps a step", f"{config.updates_per_step}"),
-        ("optimiser steps in all", f"{config.updates_per_step * grpo.max_num_steps}"),
+        ("optimiser steps in all", f"{config.total_updates}"),
         (
             "micro-batches an optimiser step",
             f"{-(-per_rank // policy.train_micro_batch_size)} on each of {data_parallel_size} data-parallel rank(s), "
@@ -132,8 +134,22 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
     ]
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key written twice in one mapping: the first value would be lost silently."""
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers people write, and no key twice.
+
+    In YAML 1.1, which PyYAML reads, 010 is 8, 1:30 is 90, 0x10 is 16, 2024-01-01 is a date, and 1e-6 is a text. Here
+    numbers are decimal, 1e-6 is one, and the others are texts, so that a key for a number refuses them.
+    """
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        try:
+            return int(node.value)
+        except ValueError:  # Python converts only so many digits
+            raise ConfigError(f"line {node.start_mark.line + 1}: a number of {len(node.value)} digits") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -145,29 +161,64 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(rf"(?:{_INTEGER.pattern})\Z"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})\Z"), list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_Loader` or another reader of YAML would take for something else."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})\Z"), list("-+.0123456789"))
+
+
+def _parse_yaml(text: str) -> Any:
+    """Raises ConfigError with what is wrong with the text."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError("not a recipe: it is nested too deeply") from None
+    except (ValueError, KeyError, AttributeError) as error:  # `!!bool maybe`: PyYAML does not check explicit tags
+        raise ConfigError(f"not valid YAML: a value that its tag does not admit ({error})") from None
+
+
 def _read_with_defaults(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
     """The file merged over the files its `defaults:` names (relative to it)."""
     if path.resolve() in parents:
         raise ConfigError(f"{path}: defaults form a circle: {' -> '.join(map(str, [*parents, path.resolve()]))}")
     raw = _read_yaml(path)
-    names = raw.pop("defaults", [])
+    given = raw.pop("defaults", [])
+    names = given if isinstance(given, list) else [given]
     merged: dict[str, Any] = {}
-    for name in [names] if isinstance(names, str) else names:
-        merged = _merge(merged, _read_with_defaults(path.parent / str(name), (*parents, path.resolve())))
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"{path}: defaults = {_shown(given)}: must be the name of a recipe file, or a list of them"
+            )
+        merged = _merge(merged, _read_with_defaults(path.parent / name, (*parents, path.resolve())))
     return _merge(merged, raw)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        inside = path / "recipe.yaml"
+        hint = f"; a run is resumed by its recipe: {inside}" if inside.is_file() else ""
+        raise ConfigError(f"{path}: a folder, not a recipe file{hint}") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such recipe file{_nearby_recipes(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that no file can have
         raise ConfigError(f"{path}: cannot be read as a recipe: {error}") from None
     try:
-        raw = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        raw = _parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
@@ -194,9 +245,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     if not separator or not name:
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
+        value = _parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"override {_shown(override)}: {error}") from None
     *sections, last = name.split(".")
     here = raw
     for section in sections:
@@ -217,7 +268,15 @@ def _explain(item: Any) -> str:
     if item["type"] == "value_error":
         return f"{dotted}: {message}" if dotted else message
     meaning = next((option.meaning for option in options() if option.name == dotted), "")
-    return f"{dotted} = {item['input']!r}: {message}{f' ({meaning})' if meaning else ''}"
+    return f"{dotted} = {_shown(item['input'])}: {message}{f' ({meaning})' if meaning else ''}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
+        return f"(a {type(value).__name__})"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _unknown_key(dotted: str) -> str:
@@ -241,7 +300,22 @@ def _walk(section: type[BaseModel], prefix: str, defaults: BaseModel | None = No
         else:
             extra = field.json_schema_extra
             unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
-            yield Option(prefix + name, _default_text(default), unit, field.description or "")
+            yield Option(prefix + name, _default_text(default), unit, _meaning(field))
+
+
+def _meaning(field: FieldInfo) -> str:
+    """The description, and the values of a key that admits only some and does not explain each."""
+    meaning = field.description or ""
+    choices = [value for value in _literals(field.annotation) if isinstance(value, str)]
+    if not choices or all(choice in meaning for choice in choices):
+        return meaning
+    return f"{meaning}; one of {', '.join(choices)}"
+
+
+def _literals(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for part in get_args(annotation) for value in _literals(part)]
 
 
 def _nested_section(field: FieldInfo) -> type[BaseModel] | None:

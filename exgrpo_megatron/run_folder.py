@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _EXPORT_FILE = "export.json"
 
 
 class RunFolder:
-    """Where the files of a recipe's run lie. Only the main process may write."""
+    """Where the files of a recipe's run lie. Only rank 0 may write."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -73,19 +73,16 @@ def checkpoint_store(config: Config, comm: Communicator) -> CheckpointStore:
 
 @contextmanager
 def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
-    """The run's folder, made, and locked against a second run."""
-    path = writable_folder(Path(config.logger.log_dir), "logger.log_dir")
-    if not comm.is_main:
-        yield RunFolder(config)
-        return
-    with (path / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"logger.log_dir = {str(path)!r}: another run is writing there; wait for it, stop it, or choose "
-                f"another logger.log_dir"
-            ) from None
+    """The run's folder and that of its checkpoints, made, and locked against a second run."""
+    folders = {"logger.log_dir": Path(config.logger.log_dir)}
+    if config.checkpointing.checkpoint_dir:
+        folders["checkpointing.checkpoint_dir"] = Path(config.checkpointing.checkpoint_dir)
+        _check_apart(*folders.values())
+    with ExitStack() as stack:
+        for key, path in folders.items():
+            writable_folder(path, key)
+            if comm.is_main:
+                stack.enter_context(_locked(path, key))
         yield RunFolder(config)
 
 
@@ -93,7 +90,7 @@ def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
 def open_metrics(
     config: Config, comm: Communicator, last_step: int, folder: Path | None = None
 ) -> Iterator[MetricsLogger]:
-    """The metrics files in `folder` (the run's), without lines after `last_step`; nothing but on the main process."""
+    """The metrics files in `folder` (the run's) on rank 0, without lines after `last_step`; nothing on the others."""
     folder = folder or Path(config.logger.log_dir)
     sinks: list[MetricSink] = []
     if comm.is_main:
@@ -107,3 +104,23 @@ def open_metrics(
         yield logger
     finally:
         logger.close()
+
+
+def _check_apart(log_dir: Path, checkpoint_dir: Path) -> None:
+    if checkpoint_dir.resolve() in [log_dir.resolve(), *log_dir.resolve().parents]:
+        raise ConfigError(
+            f"logger.log_dir = {str(log_dir)!r} lies in checkpointing.checkpoint_dir = {str(checkpoint_dir)!r}, where "
+            f"old checkpoints are deleted; choose another of the two"
+        )
+
+
+@contextmanager
+def _locked(path: Path, key: str) -> Iterator[None]:
+    with (path / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{key} = {str(path)!r}: another run is writing there; wait for it, stop it, or choose another {key}"
+            ) from None
+        yield

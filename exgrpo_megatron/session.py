@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from exgrpo_megatron import build
 from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.metrics import MetricsLogger
@@ -22,6 +24,7 @@ from exgrpo_megatron.prefill import load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
 from exgrpo_megatron.report.console import evaluation_line
 from exgrpo_megatron.run_folder import RECIPE_FILE, RunFolder, checkpoint_store, open_metrics
+from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.stop import StopSignal
 from exgrpo_megatron.trainer import StepResult, Trainer
 
@@ -140,6 +143,7 @@ class TrainingRun:
         self.last_checkpoint = self.store.save(self.trainer.last_step, state, write_parts)
 
     def _resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        self.store.verify(checkpoint)
         self.actor.load(checkpoint / "policy")
         self.parts.experience.load(checkpoint / "experience")
         self.trainer.load_state_dict(state)
@@ -217,5 +221,16 @@ def supervised_run(
         trainer.fit(after_step)
     if trainer.last_step < trainer.max_num_steps:
         return None
+    _check_finite(trainer, actor)
     export_hf(actor, export_to, inputs.model_dir)
     return export_to
+
+
+def _check_finite(trainer: SFTTrainer, actor: MegatronActor) -> None:
+    """A model that answers nothing finite must not be kept, or every later run would begin with it."""
+    scored = actor.score(trainer.batches.batch(0), temperature=1.0)
+    if not all(np.isfinite(sequence.logprobs).all() and np.isfinite(sequence.entropies).all() for sequence in scored):
+        raise UserError(
+            "supervised fine-tuning has diverged: the model's log-probs are not finite, and nothing was kept; lower "
+            "sft.optimizer.lr or lengthen sft.scheduler.lr_warmup_iters"
+        )

@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MINIMUM_PYTHON = (3, 11)
+SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 TORCH = "torch==2.13.0"
 
 
@@ -40,9 +40,9 @@ def install(folder: Path, torch_index: str | None) -> None:
 
     Running it again over a half-made environment completes it.
     """
-    if sys.version_info < MINIMUM_PYTHON:
+    if sys.version_info[:2] not in SUPPORTED_PYTHONS:
         raise SetupError(
-            f"Python {sys.version.split()[0]} found; {MINIMUM_PYTHON[0]}.{MINIMUM_PYTHON[1]} or newer is needed"
+            f"Python {sys.version.split()[0]} found; 3.11 or 3.12 is needed (the pinned megatron-core has no other)"
         )
     lock = ROOT / "requirements" / ("gpu.lock" if has_nvidia_gpu() else "cpu.lock")
     _say(f"Python {sys.version.split()[0]}, {'an NVIDIA GPU' if lock.stem == 'gpu' else 'no GPU'} seen: {lock.name}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,7 @@ def _jsonl_rows(file: Path, columns: Sequence[str]) -> Iterator[Row]:
 def _jsonl_row(line: bytes, place: str, columns: Sequence[str]) -> Row:
     try:
         # Some editors put a byte-order mark before the first line.
-        values = json.loads(line.decode("utf-8-sig"))
+        values = json.loads(line.decode("utf-8-sig"), object_pairs_hook=partial(_unique_keys, place))
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
@@ -111,10 +113,16 @@ def _jsonl_row(line: bytes, place: str, columns: Sequence[str]) -> Row:
     return Row(place, values)
 
 
+def _unique_keys(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_unique(place, [name for name, _ in pairs])
+    return dict(pairs)
+
+
 def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Row]:
     number = 0
     try:
         with pq.ParquetFile(file) as table:
+            _check_unique(str(file), table.schema_arrow.names)
             _check_columns(str(file), columns, table.schema_arrow.names)
             for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=list(dict.fromkeys(columns))):
                 for index in range(batch.num_rows):
@@ -125,6 +133,12 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise DataError(f"{file}, row {number}: text that is not UTF-8; correct the row") from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}; check or rewrite the file") from error
+
+
+def _check_unique(place: str, names: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(f"{place}: {_list(twice)} stands there more than once; keep one of them")
 
 
 def _check_columns(place: str, wanted: Sequence[str], present: Sequence[str]) -> None:

@@ -54,7 +54,6 @@ class MegatronActor:
 
         Raises:
             CheckpointError: `model_dir` cannot be loaded.
-            ConfigError: the learning-rate schedule contradicts itself.
         """
         backend.install()
         self.comm = comm

@@ -75,7 +75,7 @@ def load(folder: Path, state: Checkpointed) -> int:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
     """
     broken = f"cannot read the checkpoint {folder}"
-    for name in ("common.pt", ".metadata", "metadata.json"):  # the last two are written last
+    for name in (".metadata", "metadata.json"):  # written last
         if not (folder / name).is_file():
             raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
     with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
@@ -237,7 +237,9 @@ def _as_checkpoint_error(what: str, advice: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {_reason(error)}; {advice}") from error
 
 
-_FAILURES = (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+_FAILURES = (
+    OSError, RuntimeError, KeyError, ValueError, EOFError, TypeError, AttributeError, pickle.UnpicklingError,
+)  # fmt: skip
 """What torch and Megatron raise for files that are cut off, changed, or cannot be written."""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -25,7 +27,8 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
     """Join the process group and lay out Megatron's parallel groups.
 
     Under `torchrun` (its environment is set) this is collective over the launched processes. Alone it makes a group
-    of one without opening a port. It seeds torch's generator of this rank, the same on every data-parallel rank.
+    of one without opening a port. It seeds the global generators of torch, numpy and python in this process, the same
+    on every data-parallel rank: checkpoints hold all of them.
 
     Raises:
         ConfigError: the recipe asks for another number of processes than were launched, or for a layout that does not
@@ -47,7 +50,7 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
         context_parallel_size=layout.context_parallel_size,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds()) // 60,
     )
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    _seed(seed)
     return DataParallel()
 
 
@@ -152,6 +155,12 @@ def _check_cluster(cluster: ClusterConfig, launched: int) -> None:
             f"of launched processes, {launched}: launch with torchrun --nnodes {nodes} --nproc-per-node {per_node}, or "
             "set both keys to null to use however many are launched"
         )
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy takes no larger one
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def _join(launched: int) -> None:

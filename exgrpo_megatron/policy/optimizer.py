@@ -12,7 +12,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
-from exgrpo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,9 @@ def build_optimizer(model: DistributedDataParallel, policy: PolicyConfig, config
 def build_scheduler(
     optimizer: MegatronOptimizer, config: OptimizerConfig, scheduler: SchedulerConfig, total_updates: int
 ) -> OptimizerParamScheduler:
-    """Learning rate as a function of the optimiser steps taken so far (0 at the first step of a warm-up).
-
-    Raises:
-        ConfigError: the warm-up or the end of the decay contradict each other.
-    """
-    decay_steps = scheduler.lr_decay_iters or total_updates
-    if scheduler.lr_decay_style == "constant":
-        decay_steps = max(decay_steps, scheduler.lr_warmup_iters + 1)
-    if scheduler.lr_warmup_iters >= decay_steps:
-        raise ConfigError(
-            f"scheduler.lr_warmup_iters = {scheduler.lr_warmup_iters} must be below the {decay_steps} optimiser steps "
-            f"of the decay (scheduler.lr_decay_iters = {scheduler.lr_decay_iters}, whole run = {total_updates})"
-        )
-    if config.min_lr > config.lr:
-        raise ConfigError(f"optimizer.min_lr = {config.min_lr} must not be above optimizer.lr = {config.lr}")
+    """Learning rate as a function of the optimiser steps taken so far (0 at the first step of a warm-up)."""
+    decay_steps = scheduler.decay_steps(total_updates)
+    assert scheduler.lr_warmup_iters < decay_steps, "Config refuses such a schedule"
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -102,7 +102,7 @@ class ProgressReporter:
 def step_parts(metrics: Metrics) -> list[str]:
     """The figures of a step's line, each with its word; first how well, then experience, then health, then speed."""
     formats: list[tuple[str, Callable[[float], str]]] = [
-        ("reward/pass_rate_fresh", lambda value: f"pass {value:.1%}"),
+        ("reward/pass_rate_fresh", lambda value: f"new pass {value:.1%}"),
         ("experience/replayed_questions", lambda value: f"replayed {value:.0f}"),
         ("experience/retired", lambda value: f"retired {value:.0f}"),
         ("experience/buffer_questions", lambda value: _buffer(value, metrics)),

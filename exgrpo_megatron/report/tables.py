@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from exgrpo_megatron.config import VARIANTS, Config
 from exgrpo_megatron.recipe import Option, derived_table, yaml_text
 from exgrpo_megatron.report.summary import categories, headline_words
+
+WIDE_ENOUGH_FOR_A_TABLE = 120
+"""Columns; the keys alone take 48."""
 
 
 def numbers_table(config: Config, data_parallel_size: int) -> Table:
@@ -35,20 +40,22 @@ def variant_table(config: Config) -> Table:
     return table
 
 
-def options_table(options: Sequence[Option]) -> Table:
-    """Every recipe key, for a terminal."""
+def options_view(options: Sequence[Option], width: int) -> RenderableType:
+    """Every recipe key, for a terminal of so many columns: a table, or a paragraph a key where that is too narrow."""
+    if width < WIDE_ENOUGH_FOR_A_TABLE:
+        return Group(*(_paragraph(option) for option in options))
     table = Table(title="Recipe keys", title_justify="left", box=None, pad_edge=False)
     table.add_column("key", no_wrap=True, style="bold")
     table.add_column("default [unit]", overflow="fold", max_width=24)
     table.add_column("meaning", overflow="fold")
     for option in options:
-        table.add_row(option.name, escape(f"{option.default}{_unit(option)}"), escape(option.meaning))
+        table.add_row(option.name, escape(_default(option)), escape(option.meaning))
     return table
 
 
 def option_line(option: Option) -> str:
     """A recipe key in one line, to search in."""
-    return f"{option.name} = {option.default}{_unit(option)}: {option.meaning}"
+    return f"{option.name} = {_default(option)}: {option.meaning}"
 
 
 def evaluation_table(metrics: Mapping[str, float], num_questions: int, temperature: float) -> Table:
@@ -67,5 +74,11 @@ def evaluation_table(metrics: Mapping[str, float], num_questions: int, temperatu
     return table
 
 
-def _unit(option: Option) -> str:
-    return f" [{option.unit}]" if option.unit else ""
+def _paragraph(option: Option) -> RenderableType:
+    return Group(
+        f"[bold]{option.name}[/] = {escape(_default(option))}", Padding(escape(option.meaning), pad=(0, 0, 0, 4))
+    )
+
+
+def _default(option: Option) -> str:
+    return f"{option.default} [{option.unit}]" if option.unit else option.default

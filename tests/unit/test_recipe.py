@@ -12,6 +12,14 @@ from exgrpo_megatron.recipe import changed_keys, derived_table, dump_recipe, loa
 RECIPES = Path(__file__).parents[2] / "recipes"
 MINIMAL = {"data": {"train": {"generator": "chain_arithmetic"}}, "policy": {"model_name": "embedded:chain-qwen2"}}
 
+SEEDS = ["grpo.seed", "data.train.generator_seed", "sft.seed", "eval.seed"]
+NAMES = [
+    "policy.model_name", "policy.tokenizer.name", "logger.log_dir", "checkpointing.checkpoint_dir",
+    "sft.warm_start_dir", "experience.prefill_path", "data.train.path", "data.train.question_key",
+    "data.train.answer_key", "data.train.answer_marker", "data.train.id_key", "data.train.category_key",
+    "data.train.solution_key",
+]  # fmt: skip
+
 
 def recipe_with(**sections):
     return {**{name: dict(value) for name, value in MINIMAL.items()}, **sections}
@@ -76,14 +84,107 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["experience.replay_ratio=.nan"], ["experience.replay_ratio", "finite number"]),
         (["data.prompt_template=solve"], ["prompt_template", "{question}", "'solve'"]),
         (["data.train.path=x.jsonl"], ["data.train", "x.jsonl", "chain_arithmetic"]),
+        (["data.train.path=x.jsonl"], ["generator: null"]),
+        (
+            ["data.train.path=x.jsonl", "data.train.generator=null", "sft.warm_start=true"],
+            ["sft.warm_start = true", "data.train.solution_key is null", "sft.data"],
+        ),
         (["grpo.seed"], ["'grpo.seed'", "section.key=value"]),
+        (
+            ["policy.megatron_cfg.scheduler={lr_decay_style: linear, lr_warmup_iters: 1000}"],
+            [
+                "policy.megatron_cfg.scheduler.lr_warmup_iters = 1000 must be below",
+                "lr_decay_iters = None, whole run =",
+            ],
+        ),
+        (["sft.max_num_steps=50"], ["sft.scheduler.lr_warmup_iters = 50 must be below the 50", "whole run = 50"]),
+        (["sft.optimizer={lr: 0.1, min_lr: 0.2}"], ["sft.optimizer.min_lr = 0.2", "sft.optimizer.lr = 0.1"]),
         (["variant=papper"], ["variant = 'papper'", "'corrected', 'paper' or 'code'"]),
+        (["variant=[]"], ["variant = []", "'corrected', 'paper' or 'code'"]),
+        (["variant={}"], ["variant = {}", "'corrected', 'paper' or 'code'"]),
+        (["variant.x=1"], ["variant = {'x': 1}", "'corrected', 'paper' or 'code'"]),
+        *(([f"{key}={2**63}"], [f"{key} = {2**63}", "less than 9223372036854775808"]) for key in SEEDS),
+        (["data.train.generator_difficulties=[]"], ["generator_difficulties = []", "at least 1 item"]),
+        (["policy.generation.stop_token_ids=[]"], ["stop_token_ids = []", "at least 1 item"]),
+        (["policy.megatron_cfg.optimizer.lr=1e300"], ["optimizer.lr = 1e+300", "less than or equal to 10"]),
+        (["sft.optimizer.lr=11"], ["sft.optimizer.lr = 11", "less than or equal to 10"]),
+        (["loss_fn.max_abs_log_ratio=1e300"], ["max_abs_log_ratio = 1e+300", "less than or equal to 80"]),
+        (["env.math.timeout_s=1e300"], ["env.math.timeout_s = 1e+300", "less than or equal to 86400"]),
+        (["policy.generation.temperature=1e-4"], ["temperature = 0.0001", "greater than or equal to 0.001"]),
+        (["eval.temperature=1001"], ["eval.temperature = 1001", "less than or equal to 1000"]),
+        (["checkpointing.metric_name=nonsense"], ["metric_name = 'nonsense'", "validation/pass_rate_t1"]),
+        (["checkpointing.metric_name=validation/truncated/2"], ["metric_name = 'validation/truncated/2'"]),
+        (
+            ["eval.greedy=false", "data.validation.generator=chain_arithmetic"],
+            ["eval.greedy = false", "metric_name = 'validation/pass_rate_greedy'", "'validation/pass_rate_t1'"],
+        ),
+        (["grpo.seed=1:30"], ["grpo.seed = '1:30'", "valid integer"]),
+        (["grpo.seed=0x10"], ["grpo.seed = '0x10'", "valid integer"]),
+        (["grpo.seed=" + "9" * 5000], ["override 'grpo.seed=999", "a number of 5000 digits"]),
+        (["grpo.seed=!!bool maybe"], ["override 'grpo.seed=!!bool maybe'", "its tag does not admit"]),
+        (["grpo.seed={a: 1, a: 2}"], ["override 'grpo.seed={a: 1, a: 2}'", "'a' stands twice"]),
+        (["grpo.seed=" + "[" * 5000], ["override 'grpo.seed=[[[", "nested too deeply"]),
+        (["grpo.seed" + ".a" * 5000 + "=1"], ["grpo.seed = (a dict)", "valid integer"]),
     ],
 )
 def test_a_bad_value_names_its_key_value_and_rule(overrides, parts, tmp_path):
     message = refusal(overrides, tmp_path)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_name_is_refused(name, tmp_path):
+    message = refusal([f"{name}=''"], tmp_path)
+    assert f"{name} = ''" in message
+    assert "at least 1 character" in message
+
+
+def test_true_and_false_are_no_numbers(tmp_path):
+    """Every key with a number as its default, and those where null is the default of one."""
+    numbers = [option.name for option in options() if option.default.strip("+-").replace(".", "").isdecimal()]
+    optional = ["cluster.num_nodes", "policy.megatron_cfg.scheduler.lr_decay_iters", "data.train.max_questions"]
+    assert {"grpo.max_num_steps", "policy.megatron_cfg.tensor_model_parallel_size", "eval.temperature"} <= {*numbers}
+    numbers = [name for name in numbers if not name.startswith(("data.validation.", "sft.data."))]
+    message = refusal([f"{name}=true" for name in [*numbers, *optional]], tmp_path)
+    for name in [*numbers, *optional]:
+        assert f"{name} = True: Input should be a number, not true or false" in message
+    assert "stop_token_ids = [False]" in refusal(["policy.generation.stop_token_ids=[false]"], tmp_path)
+    assert parse_recipe(recipe_with(loss_fn={"clip_in_mixed_phase": True})).loss_fn.clip_in_mixed_phase is True
+
+
+def test_numbers_are_read_as_people_write_them(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL) + "grpo: {seed: 010}\nexperience: {shaping_beta: 1e-3}\n")
+    config = load_recipe(path, ["sft.seed=0017", "policy.megatron_cfg.optimizer.lr=1e-6", "loss_fn.ratio_clip_max=.5"])
+    assert (config.grpo.seed, config.sft.seed) == (10, 17)
+    assert (config.experience.shaping_beta, config.policy.megatron_cfg.optimizer.lr) == (1e-3, 1e-6)
+    assert config.loss_fn.ratio_clip_max == 0.5
+
+
+@pytest.mark.parametrize("name", ["010", "1:30", "1e-6", "0x10", "2024-01-01", "1_000", ".5", "null", "true", "+.inf"])
+def test_a_name_that_looks_like_a_number_survives_a_dump(name, tmp_path):
+    config = parse_recipe(recipe_with(logger={"log_dir": name}))
+    dumped = dump_recipe(config)
+    (tmp_path / "recipe.yaml").write_text(dumped)
+    assert load_recipe(tmp_path / "recipe.yaml") == config
+    assert parse_recipe(yaml.safe_load(dumped)) == config
+
+
+@pytest.mark.parametrize("given", ["null", "5", "[5]", "''", "{a: b}"])
+def test_defaults_that_name_no_file_are_refused(given, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"defaults: {given}\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: defaults = .*: must be the name of a recipe file"):
+        load_recipe(path)
+
+
+def test_greedy_decoding_may_be_left_out_where_nothing_needs_it():
+    validation = {"generator": "chain_arithmetic"}
+    raw = recipe_with(eval={"greedy": False}, checkpointing={"metric_name": "validation/pass_rate_t1/number theory"})
+    raw["data"]["validation"] = validation
+    assert parse_recipe(raw).checkpointing.metric_name == "validation/pass_rate_t1/number theory"
+    assert not parse_recipe(recipe_with(eval={"greedy": False})).eval.greedy
 
 
 def test_several_faults_are_reported_together(tmp_path):
@@ -104,6 +205,9 @@ def test_a_recipe_file_that_cannot_be_used_is_named(tmp_path):
         load_recipe(broken)
     broken.write_text("grpo:\n  seed: 1\n  seed: 2\n")
     with pytest.raises(ConfigError, match="line 3: key 'seed' stands twice"):
+        load_recipe(broken)
+    broken.write_text("grpo: " + "[" * 5000)
+    with pytest.raises(ConfigError, match=r"broken\.yaml: not a recipe: it is nested too deeply"):
         load_recipe(broken)
     broken.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as a recipe"):
@@ -141,6 +245,23 @@ def test_every_option_has_a_meaning_and_numbers_have_units_or_are_plain():
     listed = options()
     assert len(listed) == len({option.name for option in listed}) > 80
     assert all(option.meaning for option in listed)
+
+
+def test_options_name_the_values_a_key_admits_and_can_be_filtered():
+    meanings = {option.name: option.meaning for option in options()}
+    assert meanings["variant"].endswith("one of corrected, paper, code")
+    assert meanings["data.train.generator"].endswith("one of chain_arithmetic")
+    # Explained one by one in the text: not listed again.
+    assert "one of" not in meanings["experience.shaping"]
+    assert {option.name.split(".")[0] for option in options("sft.")} == {"sft"}
+
+
+def test_a_runs_folder_given_as_recipe_points_to_the_recipe_in_it(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"a folder, not a recipe file; a run is resumed by its recipe: .*recipe\.yaml"
+    ):
+        load_recipe(tmp_path)
 
 
 def test_changed_keys_lists_each_leaf_with_both_values():

@@ -12,7 +12,7 @@ from cli_project import assert_refused, contents, rows, write_lines
     ("args", "texts"),
     [
         (["train", "nothing.yaml"], ["nothing.yaml", "no such recipe file"]),
-        (["train", "."], ["cannot be read as a recipe", "directory"]),
+        (["train", "."], ["a folder, not a recipe file"]),
         (["show", "recipe.yaml", "grpo.seed"], ["'grpo.seed'", "section.key=value"]),
         (["show", "recipe.yaml", "grpo.sead=1"], ["grpo.sead: unknown key", "grpo.seed"]),
         (["show", "recipe.yaml", "grpo.seed=[1"], ["not valid YAML"]),

@@ -60,7 +60,6 @@ FILES = [
     "state.json",
     "policy/.metadata",
     "policy/metadata.json",
-    "policy/common.pt",
     "policy/__0_0.distcp",
     "experience/experience.json",
     "experience/experience.parquet",

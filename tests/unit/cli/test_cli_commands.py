@@ -1,15 +1,22 @@
 """What the commands do and show."""
 
+import io
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from cli_project import assert_refused, contents, rows, write_lines
+from rich.console import Console
 
-from exgrpo_megatron.recipe import load_recipe
+from exgrpo_megatron import cli
+from exgrpo_megatron.process import program
+from exgrpo_megatron.recipe import load_recipe, options
+from exgrpo_megatron.report.tables import options_view
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -28,7 +35,7 @@ def test_training_again_after_the_last_step_goes_straight_to_the_summary(exgrpo,
     ]:
         assert [what, path] in lines
         assert Path(path).exists()
-    assert " eval run/recipe.yaml --checkpoint run/hf" in result.out
+    assert "eval run/recipe.yaml --checkpoint run/hf" in result.out
     changed = {path for path, digest in contents(trained).items() if before.get(path) != digest}
     assert changed <= {trained / "run" / "dashboard.png"}
 
@@ -92,8 +99,8 @@ def test_sft_exports_a_model_and_says_how_to_go_on(exgrpo, trained):
     result = exgrpo("sft", "recipe.yaml", "data.train.solution_key=how", "logger.log_dir=new")
     assert result.code == 0, result.err
     assert "exported to new/sft/hf" in result.out
-    assert " eval recipe.yaml --checkpoint new/sft/hf" in result.out
-    assert exgrpo("eval", "recipe.yaml", "--checkpoint", "new/sft/hf").code == 0
+    assert "eval new/sft/recipe.yaml --checkpoint new/sft/hf" in result.out
+    assert exgrpo("eval", "new/sft/recipe.yaml", "--checkpoint", "new/sft/hf").code == 0
 
 
 def test_sft_without_solutions_says_which_key_names_them(exgrpo, project):
@@ -131,6 +138,32 @@ def test_options_give_every_default_as_a_recipe_would_write_it(exgrpo):
         assert any(line.startswith(start) for line in lines), start
 
 
+def test_the_next_command_can_be_typed_where_the_environment_is_not_activated(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / ".venv" / "bin" / "exgrpo")])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program() == ".venv/bin/exgrpo"
+    monkeypatch.setattr(sys, "argv", ["/a/package/__main__.py"])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert program() == "python -m exgrpo_megatron"
+    monkeypatch.setattr(sys, "executable", "/opt/python")
+    assert program() == "/opt/python -m exgrpo_megatron"
+    (tmp_path / "exgrpo").write_text("#!/bin/sh\n")
+    (tmp_path / "exgrpo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == "exgrpo"
+
+
+@pytest.mark.parametrize(("width", "first"), [(80, "variant = corrected"), (160, "Recipe keys")])
+def test_options_fit_the_terminal(width, first):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(options_view(options(), width))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue()).splitlines()
+    assert lines[0].strip() == first
+    assert max(map(len, lines)) <= width
+    assert sum("generator_worked_share" in line for line in lines) == 1
+
+
 def test_the_version_is_told(exgrpo):
     from exgrpo_megatron import __version__
 
@@ -151,3 +184,30 @@ def test_commands_that_need_no_model_do_not_import_torch(project, args):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, typer.Abort])
+def test_ctrl_c_before_the_first_step_ends_with_one_line(exgrpo, project, monkeypatch, error):
+    def interrupted(*_):
+        raise error
+
+    monkeypatch.setattr(cli, "load_recipe", interrupted)
+    result = exgrpo("train", "recipe.yaml")
+    assert (result.code, result.out, result.err) == (130, "", "error: stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize(("rank", "line"), [("0", "error: stopped by Ctrl-C\n"), ("1", "")])
+def test_ctrl_c_while_the_command_is_imported_ends_with_one_line_of_rank_0(rank, line):
+    script = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from exgrpo_megatron.__main__ import main\nmain()\n"
+    )
+    paths = ":".join(str(ROOT / name) for name in (".", "kernels", "conversion"))
+    environment = {"PYTHONPATH": paths, "RANK": rank}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, line)

@@ -188,6 +188,7 @@ BAD_LINES = {
     "not an object": ("[1, 2]", r"line 2: must be a JSON object .*found list \[1, 2\]"),
     "deep": ("[" * 100_000, r"line 2: JSON that cannot be read"),
     "missing column": ('{"prompt": "2?", "answer": 2}', r'line 2: no column "question"; there are "prompt", "answer"'),
+    "column twice": ('{"question": "2?", "answer": 2, "answer": 3}', r'line 2: "answer" stands there more than once'),
     "empty question": ('{"question": " ", "answer": 2}', r'line 2: "question" is empty'),
     "question no text": ('{"question": ["2?"], "answer": 2}', r'line 2: "question" must be text, found list'),
     "half a character": (r'{"question": "\ud83d", "answer": 2}', r"line 2: \"question\" has '\\ud83d'"),
@@ -268,6 +269,14 @@ def test_bad_parquet_rows_and_columns_are_named(load, tmp_path):
         load(path)
     with pytest.raises(DataError, match=r'rows\.parquet: no column "gold"; there are "question", "answer"'):
         load(path, answer_key="gold")
+
+
+@pytest.mark.parametrize("twice", ["answer", "unused"])
+def test_a_parquet_file_with_a_column_twice_is_refused(load, tmp_path, twice):
+    table = pa.table([["1?"], ["1"], ["2"], ["3"]], names=["question", "answer", "unused", twice])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=rf'rows\.parquet: "{twice}" stands there more than once'):
+        load(tmp_path / "rows.parquet")
 
 
 def test_text_in_parquet_that_is_not_utf8_is_named_with_its_row(load, tmp_path):

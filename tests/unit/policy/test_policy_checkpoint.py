@@ -109,7 +109,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, group: DataParallel) -> None:
         actor.load(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("damage", ["empty", "no metadata", "cut short", "absent"])
+@pytest.mark.parametrize("damage", ["empty", "no metadata", "cut short", "absent", "{}", "[]", "null"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage: str, tmp_path: Path, group: DataParallel) -> None:
     save_model("qwen2", tmp_path / "model")
     actor = make_actor(tmp_path / "model", group)
@@ -124,6 +124,8 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage: str, tmp_pa
     elif damage == "cut short":
         (data,) = saved.glob("*.distcp")
         data.write_bytes(data.read_bytes()[:-20_000])
+    elif damage in ("{}", "[]", "null"):
+        (saved / "metadata.json").write_text(damage)
     folder = tmp_path / "elsewhere" if damage == "absent" else saved
     before = dict(actor.export_weights())
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoint|is no checkpoint"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from policy_models import make_actor, random_sequences, save_model
@@ -12,7 +14,7 @@ from policy_models import make_actor, random_sequences, save_model
 from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.config import ClusterConfig, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.policy import backend
+from exgrpo_megatron.policy import backend, distributed
 from exgrpo_megatron.policy.distributed import DataParallel, initialize
 
 POLICY = PolicyConfig(model_name="unused")
@@ -60,6 +62,20 @@ def test_tensors_spell_their_type_as_ever_after_a_bfloat16_update(tmp_path: Path
     save_model("qwen2", tmp_path)
     make_actor(tmp_path, group, precision="bfloat16").update(random_sequences(3), Objective(), temperature=1.0)
     assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_every_generator_that_a_checkpoint_holds_is_seeded(seed: int, group: DataParallel) -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    distributed._seed(seed)
+    first = draws()
+    assert draws() != first
+    distributed._seed(seed)
+    assert draws() == first
+    distributed._seed(seed ^ 1)
+    assert all(new != old for new, old in zip(draws(), first, strict=True))
 
 
 def test_a_second_group_beside_the_first_is_refused(group: DataParallel) -> None:

@@ -53,7 +53,7 @@ def test_without_a_terminal_a_step_is_one_whole_line_without_control_codes():
         progress.step_line({})
     # Two steps in 3 s, 88 to go: 132 s = 2m12s; after the first, 2 s times 89 = 178 s = 2m58s.
     assert written(console) == (
-        "step  11/100 | pass 41.2% | replayed 16 | retired 23 | buffer 102 q 310 a | entropy 0.213 | "
+        "step  11/100 | new pass 41.2% | replayed 16 | retired 23 | buffer 102 q 310 a | entropy 0.213 | "
         "ratio 1.00 (0.71-2.31) | 28.4k tok/s | 0.83 s/step | 2m58s left\n"
         "step  12/100 | 2m12s left\n"
     )
@@ -91,7 +91,7 @@ def test_on_a_terminal_a_bar_stands_below_the_lines():
         progress.step_line(METRICS)
         progress.advance("loss 1.0")
     text = written(console)
-    assert "step 1/2 | pass 41.2%" in text
+    assert "step 1/2 | new pass 41.2%" in text
     assert "2/2" in text[text.rindex("ExGRPO") :]
     assert "loss 1.0" in text
 

@@ -8,8 +8,10 @@ import pytest
 from scripted import make_config, write_questions
 
 from exgrpo_megatron import build
-from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.checkpointing import STATE_KEYS, CheckpointStore
+from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.run_folder import locked_folder
 
 
 def weights(training):
@@ -108,3 +110,80 @@ def test_an_unfinished_checkpoint_is_not_resumed_from(tmp_path, run_steps):
     (folder / "step_000008").mkdir()
     resumed, _ = run_steps(config, 1)
     assert resumed.trainer.last_step == 2
+
+
+def test_a_checkpoint_with_changed_bytes_is_refused_by_name(tmp_path, run_steps):
+    config = make_config(tmp_path, checkpointing={"export_hf": False})
+    run_steps(config, 1)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    damaged = max((checkpoint / "policy").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(64)
+    damaged.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=rf"{damaged.name} is not as it was saved.*move step_000001 away"):
+        run_steps(config, 1)
+
+
+def test_only_what_the_run_itself_made_is_deleted(tmp_path, run_steps):
+    folder = tmp_path / "run" / "checkpoints"
+    for name in ("mine.incomplete", "step_000009.incomplete"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "precious").touch()
+    run_steps(make_config(tmp_path, checkpointing={"export_hf": False}), 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["mine.incomplete", "step_000001"]
+
+
+def test_a_linked_checkpoint_does_not_stop_the_next_save(tmp_path, run_steps):
+    config = make_config(tmp_path, checkpointing={"export_hf": False, "keep_last_n": 1})
+    run_steps(config, 1)
+    folder, elsewhere = tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
+    (folder / "step_000001").rename(elsewhere)
+    (folder / "step_000001").symlink_to(elsewhere)
+    resumed, _ = run_steps(config, 1)
+    assert resumed.trainer.last_step == 2
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    assert (elsewhere / "state.json").is_file()
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced_by_one(tmp_path, run_steps):
+    config = make_config(tmp_path, checkpointing={"export_hf": False})
+    run_steps(config, 1)
+    precious = tmp_path / "run" / "checkpoints" / "step_000002" / "precious"
+    precious.parent.mkdir()
+    precious.touch()
+    with pytest.raises(CheckpointError, match="step_000002 is in the way and is no checkpoint; move it"):
+        run_steps(config, 1)
+    assert precious.exists()
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, data_parallel):
+    config = make_config(tmp_path, checkpointing={"keep_last_n": 1}).checkpointing
+    store = CheckpointStore(tmp_path / "checkpoints", config, data_parallel)
+    state = dict.fromkeys(STATE_KEYS)
+    for step, rate in ((1, 0.2), (2, 0.9), (3, 0.5), (4, None)):
+        metrics = {} if rate is None else {"validation/pass_rate_greedy": rate}
+        store.save(step, {**state, "step": step, "metrics": metrics}, lambda folder: None)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_000002", "step_000004"]
+    assert store.best() == store.folder / "step_000002"
+
+
+def test_the_log_folder_may_not_lie_among_the_checkpoints(tmp_path, data_parallel):
+    inside = {"checkpoint_dir": str(tmp_path / "c")}, {"log_dir": str(tmp_path / "c" / "step_000001")}
+    config = make_config(tmp_path, checkpointing=inside[0], logger=inside[1])
+    with (
+        pytest.raises(ConfigError, match=r"logger\.log_dir = .* lies in checkpointing\.checkpoint_dir"),
+        locked_folder(config, data_parallel),
+    ):
+        pass
+
+
+def test_two_runs_may_not_share_a_checkpoint_folder_at_once(tmp_path, data_parallel):
+    shared = {"checkpoint_dir": str(tmp_path / "shared")}
+    first = make_config(tmp_path, checkpointing=shared, logger={"log_dir": str(tmp_path / "a")})
+    second = make_config(tmp_path, checkpointing=shared, logger={"log_dir": str(tmp_path / "b")})
+    refused = pytest.raises(ConfigError, match=r"checkpointing\.checkpoint_dir = .*another run")
+    with locked_folder(first, data_parallel), refused, locked_folder(second, data_parallel):
+        pass
+    with locked_folder(second, data_parallel):
+        pass
