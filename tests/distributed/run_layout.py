@@ -24,7 +24,6 @@ from exgrpo_megatron.comm import all_gather_concat
 from exgrpo_megatron.config import ClusterConfig, MegatronConfig, OptimizerConfig, PolicyConfig
 from exgrpo_megatron.policy.actor import MegatronActor
 from exgrpo_megatron.policy.distributed import DataParallel, initialize
-from exgrpo_megatron.types import TrainSequence
 
 MODELS = {"tied": "qwen2", "untied": "qwen3"}
 """qwen2 has biases, qwen3 norms of queries and keys, which tensor-parallel ranks share."""
@@ -50,25 +49,27 @@ def main(models: Path, out: Path, layout: dict[str, Any]) -> None:
                 logprob_batch_size=size,
                 megatron_cfg=config,
             )
-            found[name, size] = trained(actor, comm)
+            found[name, size] = trained(actor, comm, share(comm, all_on_first=size == SEQUENCES))
     if comm.is_main:
         torch.save(found, out)
     comm.barrier()
     comm.shutdown()
 
 
-def trained(actor: MegatronActor, comm: DataParallel) -> dict[str, Any]:
-    """Loss and gradient norm of every step, log-probs and entropies after each, and the weights at the end."""
+def trained(actor: MegatronActor, comm: DataParallel, members: range) -> dict[str, Any]:
+    """Updates of which this data-parallel rank has the sequences `members`.
+
+    Loss and gradient norm of every step, log-probs and entropies after each, and the weights at the end."""
     steps = []
     for seed in range(STEPS):
         sequences = random_sequences(SEQUENCES, seed)
-        mine = share(sequences, comm)
+        mine = [sequences[index] for index in members]
         update = actor.update(mine, Objective(), temperature=0.8)
         scores = actor.score([(item.prompt_ids, item.response_ids) for item in mine], temperature=0.8)
         same_on_all([score.logprobs.tolist() for score in scores], comm)
         same_on_all([getattr(update.terms, name).tolist() for name in vars(update.terms)], comm)
         assert not update.skipped
-        ordered = gathered(scores, comm)
+        ordered = gathered(scores, members, comm)
         steps.append(
             {
                 "loss": update.loss,
@@ -86,13 +87,16 @@ def trained(actor: MegatronActor, comm: DataParallel) -> dict[str, Any]:
     return {"steps": steps, "weights": weights}
 
 
-def share(sequences: list[TrainSequence], comm: DataParallel) -> list[TrainSequence]:
-    """Uneven: with two data-parallel ranks 5 and 4 of 9 sequences."""
-    return sequences[comm.rank :: comm.size]
+def share(comm: DataParallel, *, all_on_first: bool) -> range:
+    """Uneven: with two data-parallel ranks 5 and 4 of 9 sequences, or 9 and none."""
+    if all_on_first:
+        return range(SEQUENCES if comm.rank == 0 else 0)
+    return range(comm.rank, SEQUENCES, comm.size)
 
 
-def gathered(scores: list[Any], comm: DataParallel) -> list[Any]:
-    indexed = list(zip(range(comm.rank, SEQUENCES, comm.size), scores, strict=True))
+def gathered(scores: list[Any], members: range, comm: DataParallel) -> list[Any]:
+    """The scores of all sequences, in order."""
+    indexed = list(zip(members, scores, strict=True))
     return [score for _, score in sorted(all_gather_concat(comm, indexed), key=lambda pair: pair[0])]
 
 

@@ -66,18 +66,14 @@ def one_process(models: Path) -> Found:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_gives_what_one_process_gives(name: str, models: Path, one_process: Found) -> None:
-    """Float32, four AdamW steps, micro-batches of 1, 2 and all sequences, which have different lengths.
-
-    1e-5, of the gradient norm relatively (it goes up to 8); 1e-4 for the weights, in which AdamW may make a whole step
-    of the rounding of a gradient near 0.
+    """Float32, four AdamW steps, micro-batches of 1, 2 and all sequences, which have different lengths, and of which
+    the first data-parallel rank has one more than the second, or all. 1e-5; of the gradient norm (up to 8) relatively.
     """
     found = run(models, *LAYOUTS[name])
     for model in MODELS:
         for size in MICRO_BATCH_SIZES:
             differences = compare(found[model, size], one_process[model, size])
-            for quantity in QUANTITIES:
-                bound = 1e-4 if quantity == "weights" else 1e-5
-                assert differences[quantity] < bound, (name, model, size, quantity, differences)
+            assert max(differences.values()) < 1e-5, (name, model, size, differences)
 
 
 def test_one_process_gives_the_same_for_any_micro_batch_size(one_process: Found) -> None:
