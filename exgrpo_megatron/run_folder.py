@@ -25,7 +25,7 @@ _EXPORT_FILE = "export.json"
 
 
 class RunFolder:
-    """Where the files of a recipe's run lie. Only rank 0 may write."""
+    """Where the files of a recipe's run lie. Only the main process may write."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
