@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from exgrpo_megatron.algorithm.chance import stable_seed
 from exgrpo_megatron.comm import Communicator, all_gather_concat
 from exgrpo_megatron.config import EvalConfig
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
@@ -63,7 +63,10 @@ class Evaluator:
         mine = self.questions[self.comm.rank :: self.comm.size]
         sampling = SamplingParams(self.sampling.max_new_tokens, temperature, self.sampling.stop_token_ids)
         requests = [
-            SampleRequest(question.prompt_ids, tuple(self._seed(question.id, index) for index in range(samples)))
+            SampleRequest(
+                question.prompt_ids,
+                tuple(stable_seed(self.config.seed, question.id, index) for index in range(samples)),
+            )
             for question in mine
         ]
         pairs = [
@@ -90,10 +93,6 @@ class Evaluator:
             for (question, response), text, verdict in zip(pairs, texts, verdicts, strict=True)
         ]
         return all_gather_concat(self.comm, rows)
-
-    def _seed(self, question_id: str, index: int) -> int:
-        digest = hashlib.blake2b(f"{self.config.seed}/{question_id}/{index}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
 
 
 def _pass_rates(mode: str, rows: list[dict[str, object]]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo_megatron.algorithm.batch import balanced_shares, minibatches, objective, train_sequences
+from exgrpo_megatron.algorithm.chance import stable_seed
 from exgrpo_megatron.algorithm.replay_schedule import ReplaySchedule, num_replayed
 from exgrpo_megatron.comm import all_gather_concat
 from exgrpo_megatron.experience.buffer import RecordReport
@@ -200,7 +200,7 @@ class Trainer:
             SampleRequest(
                 slot.question.prompt_ids,
                 tuple(
-                    _seed(self.config.grpo.seed, step, f"{slot.question.id}/{slot.stored is not None}/{index}")
+                    stable_seed(self.config.grpo.seed, step, slot.question.id, slot.stored is not None, index)
                     for index in range(members - (slot.stored is not None))
                 ),
             )
@@ -301,11 +301,5 @@ def _in_order(indexed: list[tuple[int, Any]]) -> list[Any]:
     return [value for _, value in sorted(indexed, key=lambda pair: pair[0])]
 
 
-def _seed(run_seed: int, step: int, name: str) -> int:
-    """A 63-bit seed that depends on nothing but its arguments."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
 def _generator(run_seed: int, step: int, name: str) -> np.random.Generator:
-    return np.random.default_rng(_seed(run_seed, step, name))
+    return np.random.default_rng(stable_seed(run_seed, step, name))
