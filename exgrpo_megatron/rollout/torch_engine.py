@@ -23,6 +23,8 @@ class TorchEngine:
     may round differently in the last bits, which can turn a draw that lies that close to a boundary.
     """
 
+    num_restarts = 0
+
     def __init__(
         self,
         arch: Architecture,
