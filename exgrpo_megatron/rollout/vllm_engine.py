@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -66,13 +65,8 @@ class VLLMEngine:
             with _failing("vLLM cannot be started"):
                 if self._llm is None:
                     self._llm = vllm_process.start(self._settings)
-                self._wake("weights")
-            self._push(stream)
-            with _failing("vLLM did not take the new weights"):
-                self._wake("kv_cache")
-                self._llm.finish_weight_update(weight_version=str(version))
-                if not self._llm.reset_prefix_cache():
-                    raise RuntimeError("the prefix cache of the old weights could not be emptied")
+            with self._watched():
+                self._push(stream, version)
         finally:
             for _ in stream:  # its producer may be a collective operation
                 pass
@@ -88,7 +82,8 @@ class VLLMEngine:
         """
         version = self._in_force()
         self._check(requests, params)
-        with _failing("vLLM failed while it sampled"):
+        # One step of the engine may take longer than the limit looks for, hence the margin.
+        with _failing("vLLM failed while it sampled"), self._watched(self._settings.cfg.timeout_s + 60):
             self._wake()
             outputs = self._generate(requests, params)
             self._sleep()
@@ -108,7 +103,7 @@ class VLLMEngine:
             raise RuntimeError("the rollout engine has no weights: call load_weights first")
         return self._version
 
-    def _push(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+    def _push(self, stream: Iterator[tuple[str, Tensor]], version: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         buffer = make_buffer(self._plan.capacity, device, separate_process=self._settings.cfg.separate_process)
 
@@ -118,8 +113,14 @@ class VLLMEngine:
 
         try:
             with _failing("vLLM did not take the new weights"):
+                self._wake("weights")
                 self._llm.start_weight_update()
             send(stream, self._plan, buffer, deliver)
+            with _failing("vLLM did not take the new weights"):
+                self._wake("kv_cache")
+                self._llm.finish_weight_update(weight_version=str(version))
+                if not self._llm.reset_prefix_cache():
+                    raise RuntimeError("the prefix cache of the old weights could not be emptied")
         finally:
             buffer.close()
 
@@ -140,41 +141,31 @@ class VLLMEngine:
             prompt = TokensPrompt(prompt_token_ids=request.prompt_ids.tolist())
             for seat, seed in enumerate(request.seeds):
                 engine.add_request(f"{index}/{seat}", prompt, _vllm_params(params, seed))
-        finished, num_steps = {}, 0
-        with self._time_limit() as late:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    index, seat = map(int, output.request_id.split("/"))
-                    finished[index, seat] = output.outputs[0]
-                num_steps += 1
-                if late(num_steps):
-                    raise TimeoutError(
-                        f"{engine.get_num_unfinished_requests()} answers are unfinished after "
-                        f"policy.generation.vllm_cfg.timeout_s = {self._settings.cfg.timeout_s:g} s"
-                    )
+        finished, num_steps, deadline = {}, 0, time.monotonic() + self._settings.cfg.timeout_s
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index, seat = map(int, output.request_id.split("/"))
+                finished[index, seat] = output.outputs[0]
+            num_steps += 1
+            if self._late(deadline, num_steps):
+                raise TimeoutError(
+                    f"{engine.get_num_unfinished_requests()} answers are unfinished after "
+                    f"policy.generation.vllm_cfg.timeout_s = {self._settings.cfg.timeout_s:g} s"
+                )
         return finished
 
-    @contextlib.contextmanager
-    def _time_limit(self) -> Iterator[Any]:
-        """Yields `late(number of engine steps)`. An engine in its own process is killed where it does not answer."""
-        cfg = self._settings.cfg
-        deadline = time.monotonic() + cfg.timeout_s
+    def _watched(self, seconds: float = math.inf) -> contextlib.AbstractContextManager[None]:
+        """For calls to an engine in a process of its own, which may end, or not answer for so long."""
+        if not self._settings.cfg.separate_process:
+            return contextlib.nullcontext()
+        return vllm_process.watched(self._llm, seconds)
 
-        def late(num_steps: int) -> bool:
-            over = time.monotonic() > deadline
-            if cfg.tensor_parallel_size == 1:
-                return over
-            # Ranks that share an engine must leave it at the same step.
-            return num_steps % _STEPS_BETWEEN_LOOKS == 0 and vllm_process.any_member(over)
-
-        watchdog = threading.Timer(1.5 * cfg.timeout_s, vllm_process.kill, (self._llm,))
-        watchdog.daemon = True
-        if cfg.separate_process:
-            watchdog.start()
-        try:
-            yield late
-        finally:
-            watchdog.cancel()
+    def _late(self, deadline: float, num_steps: int) -> bool:
+        """Whether the time is over; ranks that share an engine leave it at the same step."""
+        over = time.monotonic() > deadline
+        if self._settings.cfg.tensor_parallel_size == 1:
+            return over
+        return num_steps % _STEPS_BETWEEN_LOOKS == 0 and vllm_process.any_member(over)
 
     def _wake(self, *tags: str) -> None:
         """On GPUs: give the engine its memory again, all of it or that of `tags`. Not run yet: no GPU."""

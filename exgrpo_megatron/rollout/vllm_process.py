@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +70,43 @@ def kill(llm: Any) -> None:
 def worker_processes(llm: Any) -> list[Any]:
     """The processes of an engine made with `separate_process` (`multiprocessing.Process`)."""
     return list(llm.llm_engine.engine_core.resources.engine_manager.processes)
+
+
+@contextlib.contextmanager
+def watched(llm: Any, seconds: float = math.inf) -> Iterator[None]:
+    """Inside, a call to an engine in a process of its own raises when that process ends; after `seconds` it is killed.
+
+    vLLM notices such an end, but leaves a call that waits for an answer waiting.
+    """
+    over, deadline = threading.Event(), time.monotonic() + seconds
+
+    def watch() -> None:
+        while not over.wait(_SECONDS_BETWEEN_LOOKS):
+            if time.monotonic() > deadline:
+                kill(llm)
+            if not all(process.is_alive() for process in worker_processes(llm)):
+                _end_waiting(llm)
+
+    watcher = threading.Thread(target=watch, name="vllm-watcher", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+_SECONDS_BETWEEN_LOOKS = 0.2
+
+
+def _end_waiting(llm: Any) -> None:
+    """Make every call that waits for the engine raise."""
+    client, error = llm.llm_engine.engine_core, RuntimeError("the engine's process ended")
+    if client.outputs_queue.empty():
+        client.outputs_queue.put_nowait(error)
+    for future in list(client.utility_results.values()):
+        if not future.done():
+            future.set_exception(error)
 
 
 def any_member(flag: bool) -> bool:
