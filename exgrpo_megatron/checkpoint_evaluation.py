@@ -16,6 +16,7 @@ from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluation
 from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.rollout.weight_buckets import in_groups
 from exgrpo_megatron.run_folder import checkpoint_store
 
 
@@ -74,7 +75,7 @@ def _weights(
     if _is_hf(checkpoint):
         build.check_architecture(checkpoint, inputs)
         reader = build.HFReader(checkpoint)
-        return lambda: ((name, reader.get(name)) for name in reader.names())
+        return lambda: ((name, reader.get(name)) for name in in_groups(reader.names()))
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
     checkpoint_store(config, comm).verify(checkpoint)
     actor.load(checkpoint / "policy")

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from exgrpo_megatron.rollout.weight_buffers import Buffer
 
-_STORED_TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
-"""Modules that the engine keeps as one; it takes them over when the last of their tensors has come."""
+_STORED_TOGETHER = ("self_attn", "mlp")
+"""Blocks of which the engine keeps several modules as one; it takes those over when the last of their tensors has come,
+and holds no more than a reference until then."""
 
 _ALIGNMENT = 64
 """Bytes: what vector loads and every dtype want."""
@@ -114,7 +115,15 @@ def view(buffer: Tensor, placed: Placed, dtype: torch.dtype) -> Tensor:
     return buffer[placed.offset : placed.offset + size].view(dtype).view(placed.shape)
 
 
+def in_groups(names: Iterable[str]) -> list[str]:
+    """The names in an order that `send` takes: those of one group follow each other, groups as they first come."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(group_of(name), []).append(name)
+    return [name for group in groups.values() for name in group]
+
+
 def group_of(name: str) -> str:
-    """The module of a Hugging Face weight; modules that the engine stores as one have one name."""
-    *path, module, _ = name.split(".")
-    return ".".join([*path, _STORED_TOGETHER.get(module, module)])
+    """The module of a Hugging Face weight; the whole block where the engine stores modules of it as one."""
+    *block, module, _ = name.split(".")
+    return ".".join(block if block and block[-1] in _STORED_TOGETHER else [*block, module])

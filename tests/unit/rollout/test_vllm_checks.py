@@ -84,7 +84,11 @@ def test_positions_beyond_the_models_are_refused():
 @pytest.mark.parametrize(
     ("generation", "sections", "words"),
     [
-        ({"vllm_cfg": {"max_model_len": 127}}, {}, "32 + 96 is more than policy.generation.vllm_cfg.max_model_len = 127"),
+        (
+            {"vllm_cfg": {"max_model_len": 127}},
+            {},
+            "32 + 96 is more than policy.generation.vllm_cfg.max_model_len = 127",
+        ),
         ({"temperature": 0.005}, {}, "policy.generation.temperature = 0.005"),
         ({}, {"eval": {"temperature": 0.005}}, "eval.temperature = 0.005"),
         ({"vllm_cfg": {"separate_process": True, "tensor_parallel_size": 2}}, {}, "separate_process = true"),
