@@ -267,8 +267,25 @@ class DistributedDataParallelConfig(Section):
 
     overlap_grad_reduce: bool = key(False, "sum gradients over data-parallel ranks during the backward pass")
     overlap_param_gather: bool = key(
-        False, "gather updated weights during the next forward pass (needs both of the others)"
+        False,
+        "gather updated weights during the next forward pass (needs overlap_grad_reduce and "
+        "optimizer.use_distributed_optimizer)",
     )
+    bucket_size: PositiveInt | None = key(
+        None,
+        "parameters whose gradients travel together (needs overlap_grad_reduce, without which all do); null: 40 "
+        "million, or one million a data-parallel rank where that is more",
+        "parameters",
+    )
+
+    @model_validator(mode="after")
+    def _buckets_need_overlap(self) -> DistributedDataParallelConfig:
+        if self.bucket_size is not None and not self.overlap_grad_reduce:
+            raise ValueError(
+                f"bucket_size = {self.bucket_size}, but overlap_grad_reduce = false: all gradients travel together "
+                "then; leave it null"
+            )
+        return self
 
 
 class MegatronConfig(Section):

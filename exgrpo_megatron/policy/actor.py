@@ -228,6 +228,7 @@ def _data_parallel(
             use_distributed_optimizer=layout.optimizer.use_distributed_optimizer,
             overlap_grad_reduce=overlap.overlap_grad_reduce,
             overlap_param_gather=overlap.overlap_param_gather,
+            bucket_size=overlap.bucket_size,
         ),
         module,
     )

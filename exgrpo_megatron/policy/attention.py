@@ -20,7 +20,6 @@ from torch import Tensor
 
 from exgrpo_megatron.policy.grouping import zigzag
 
-
 # torch 2.13 warns of the names that older ones have.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

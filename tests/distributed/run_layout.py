@@ -1,8 +1,8 @@
 """Updates of small models on parallel layouts, one after another; run by test_layouts.py under `launch`.
 
 Arguments: folder with one model folder for each of MODELS, output file, and as JSON {name: {"megatron_cfg": ...,
-"batchings": [...]}}. The main process writes what it found, by name of the layout, model and batching; every process
-checks that the others found the same.
+"cases": [[model, batching], ...]}}. The main process writes what it found, by name of the layout, model and batching;
+every process checks that the others found the same.
 """
 
 from __future__ import annotations
@@ -66,12 +66,11 @@ def on_layout(models: Path, case: dict[str, Any]) -> dict[tuple[str, str], dict[
     config = MegatronConfig(**case["megatron_cfg"])
     comm = lay_out(config, seed=0)
     found = {}
-    for model in MODELS:
-        for batching in case["batchings"]:
-            keys = BATCHINGS[batching] | {"megatron_cfg": config, "max_total_sequence_length": LONGEST}
-            actor = make_actor(models / model, comm, OPTIMIZER, **keys)
-            members = share(comm, all_on_first=batching in ALL_ON_FIRST)
-            found[model, batching] = trained(actor, comm, members)
+    for model, batching in case["cases"]:
+        keys = BATCHINGS[batching] | {"megatron_cfg": config, "max_total_sequence_length": LONGEST}
+        actor = make_actor(models / model, comm, OPTIMIZER, **keys)
+        members = share(comm, all_on_first=batching in ALL_ON_FIRST)
+        found[model, batching] = trained(actor, comm, members)
     comm.barrier()
     comm.shutdown()
     return found

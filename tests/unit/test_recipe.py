@@ -89,6 +89,10 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
             ],
             ["policy: dynamic_batching.logprob_mb_tokens = 608", "(640 positions, padded to a multiple of 64)"],
         ),
+        (
+            ["policy.megatron_cfg.distributed_data_parallel_config.bucket_size=1000"],
+            ["bucket_size = 1000", "overlap_grad_reduce = false"],
+        ),
         (["policy.make_sequence_length_divisible_by=8"], ["make_sequence_length_divisible_by", "leave it out"]),
         (
             ["policy.megatron_cfg.sequence_parallel=true"],
