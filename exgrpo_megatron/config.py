@@ -258,7 +258,7 @@ class MegatronOptimizerConfig(OptimizerConfig):
     """AdamW of the RL steps, and how its state is kept (that of supervised steps is kept alike)."""
 
     use_distributed_optimizer: bool = key(
-        False, "share the optimiser's state and the float32 weights out among data-parallel ranks (ZeRO-1)"
+        False, "share the optimiser's state and the float32 weights out among data- and context-parallel ranks (ZeRO-1)"
     )
 
 

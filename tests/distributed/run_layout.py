@@ -37,9 +37,12 @@ BATCHINGS: dict[str, dict[str, Any]] = {
     "one a micro-batch": {"train_micro_batch_size": 1, "logprob_batch_size": 1},
     "two a micro-batch": {"train_micro_batch_size": 2, "logprob_batch_size": 2},
     "all in one": {"train_micro_batch_size": 9, "logprob_batch_size": 9},
+    "two and their mean entropy": {"train_micro_batch_size": 2, "logprob_batch_size": 2},
     "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 100, "logprob_mb_tokens": 150}},
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 100, "logprob_mb_tokens": 150}},
 }
+MEAN_ENTROPY = "two and their mean entropy"
+"""Here the loss has the mean entropy of every micro-batch, and depends on what is in it."""
 ALL_ON_FIRST = ("all in one", "dynamic")
 """Here the first data-parallel rank has all sequences and the others none; else each has its share."""
 SEQUENCES = 9
@@ -70,13 +73,13 @@ def on_layout(models: Path, case: dict[str, Any]) -> dict[tuple[str, str], dict[
         keys = BATCHINGS[batching] | {"megatron_cfg": config, "max_total_sequence_length": LONGEST}
         actor = make_actor(models / model, comm, OPTIMIZER, **keys)
         members = share(comm, all_on_first=batching in ALL_ON_FIRST)
-        found[model, batching] = trained(actor, comm, members)
+        found[model, batching] = trained(actor, comm, members, 0.05 if batching == MEAN_ENTROPY else 0.0)
     comm.barrier()
     comm.shutdown()
     return found
 
 
-def trained(actor: MegatronActor, comm: DataParallel, members: range) -> dict[str, Any]:
+def trained(actor: MegatronActor, comm: DataParallel, members: range, mean_entropy: float) -> dict[str, Any]:
     """Updates of which this data-parallel rank has the sequences `members`.
 
     Loss and gradient norm of every step, log-probs and entropies after each, and the weights at the end."""
@@ -84,7 +87,7 @@ def trained(actor: MegatronActor, comm: DataParallel, members: range) -> dict[st
     for seed in range(STEPS):
         sequences = random_sequences(SEQUENCES, seed, max_response=LONGEST - 8)
         mine = [sequences[index] for index in members]
-        update = actor.update(mine, Objective(), temperature=0.8)
+        update = actor.update(mine, Objective(), temperature=0.8, micro_batch_entropy_coeff=mean_entropy)
         scores = actor.score([(item.prompt_ids, item.response_ids) for item in mine], temperature=0.8)
         same_on_all([score.logprobs.tolist() for score in scores], comm)
         same_on_all([getattr(update.terms, name).tolist() for name in vars(update.terms)], comm)

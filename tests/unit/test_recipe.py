@@ -218,6 +218,24 @@ def test_greedy_decoding_may_be_left_out_where_nothing_needs_it():
     assert not parse_recipe(recipe_with(eval={"greedy": False})).eval.greedy
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"train_micro_batch_size": 48}, "3 on each of 2 data-parallel rank(s), of at most 48 sequences"),
+        (
+            {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4096}},
+            "as many as the lengths need, each of at most 4096 positions, padded",
+        ),
+        # Without a limit of its own a pack has room for the longest sequence, 608 tokens.
+        ({"sequence_packing": {"enabled": True}}, "as many as the lengths need, each of at most 608 positions, packed"),
+    ],
+)
+def test_micro_batches_are_told_by_the_rule_in_force(policy, expected):
+    raw = recipe_with()
+    raw["policy"] = raw["policy"] | policy
+    assert dict(derived_table(parse_recipe(raw), data_parallel_size=2))["micro-batches an optimiser step"] == expected
+
+
 def test_several_faults_are_reported_together(tmp_path):
     message = refusal(["grpo.seed=-1", "loss_fn.ratio_clip=0.1"], tmp_path)
     assert "grpo.seed = -1" in message
