@@ -24,7 +24,6 @@ from exgrpo_conversion.mapping import manifest
 __all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "write_hf_folder"]
 
 
-
 class HFReader:
     """Reads tensors one at a time from a folder's safetensors files; the files are memory-mapped until `close`.
 

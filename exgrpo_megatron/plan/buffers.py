@@ -39,7 +39,8 @@ class Buffer:
 
 def plain_buffer(parameters: Sequence[Parameter]) -> Buffer:
     """Without the distributed optimizer: one parameter after the other."""
-    spans, end = [], 0
+    spans: list[tuple[int, int]] = []
+    end = 0
     for parameter in parameters:
         spans.append((end, end + parameter.elements))
         end += parameter.elements
@@ -53,7 +54,8 @@ def shared_buffer(parameters: Sequence[Parameter], ranks: int, bucket_size: int 
     its own.
     """
     multiple = math.lcm(ranks, _BUCKET_ALIGNMENT)
-    buckets, spans = [], []
+    buckets: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     bucket_start = end = 0
     for parameter in reversed(parameters):  # gradients are ready in this order
         start = _round_up(end, _PARAMETER_ALIGNMENT)

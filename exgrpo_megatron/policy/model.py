@@ -34,6 +34,7 @@ from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.layout import VOCAB_MULTIPLE
 from exgrpo_megatron.policy.layers import decoder_spec
 
+
 class ResponseModel(GPTModel):
     """GPTModel that computes logits only where a mask asks for them.
 

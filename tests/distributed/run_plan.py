@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-UNIT = Path(__file__).resolve().parents[1] / "unit"
-sys.path[:0] = [str(UNIT / "policy"), str(UNIT / "plan")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "policy"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "plan"))
 
 from allocations import allocated, planned
 from policy_models import make_actor
