@@ -62,10 +62,7 @@ class Plan:
             "update": training + activations + stage.step.logits,
             "scoring": training + stage.step.scoring,
             "rollout": stage.held.total + engine.weights + engine.kv_cache,
-            "weight push": stage.held.total
-            + engine.weights
-            + engine.loading
-            + (engine.kv_cache if engine.sleeps else 0),
+            "weight push": stage.held.total + engine.weights + engine.loading,
         }
 
 
