@@ -81,6 +81,7 @@ METRICS: dict[str, Metric] = {
         "updates", "optimiser steps of the step skipped: loss or norm not finite, or norm too large"
     ),
     "policy/clip_share": Metric("share", "new response tokens whose gradient the PPO clip removed"),
+    "policy/padding_share": Metric("share", "positions of the training micro-batches that held padding"),
     "policy/clamped_ratios": Metric("tokens", "log-ratios beyond loss_fn.max_abs_log_ratio, clamped"),
     "policy/version": Metric("", "version of the weights after the step"),
     **{

@@ -75,7 +75,8 @@ def make_plan(config: Config, architecture: Architecture, world_size: int, gpu_b
     number_bytes = 2 if policy.precision == "bfloat16" else 4
     train, score = (_tokens(policy, ranks, number_bytes, train=train) for train in (True, False))
     sequences = -(-policy.train_global_batch_size // ranks.data)
-    micro_batches = -(-sequences // policy.train_micro_batch_size)
+    # With a token budget a micro-batch holds one sequence at least.
+    micro_batches = sequences if policy.token_budget else -(-sequences // policy.mb_sequences(train=True))
     return Plan(
         architecture=architecture,
         parameters=model_elements(architecture),
@@ -144,27 +145,34 @@ def _advice(phase: str, plan: Plan, config: Config) -> str:
         fewer.append("set policy.megatron_cfg.optimizer.use_distributed_optimizer = true")
     if config.policy.precision == "float32":
         fewer.append("set policy.precision = bfloat16")
-    if phase == "update":
-        if not plan.recomputed:
-            fewer.append("set policy.megatron_cfg.activation_checkpointing = true")
-        fewer.append(f"lower policy.train_micro_batch_size ({config.policy.train_micro_batch_size})")
-    if phase == "scoring":
-        fewer.append(f"lower policy.logprob_batch_size ({config.policy.logprob_batch_size})")
+    if phase == "update" and not plan.recomputed:
+        fewer.append("set policy.megatron_cfg.activation_checkpointing = true")
+    if phase in ("update", "scoring"):
+        fewer.append(f"lower {_micro_batch_key(config.policy, train=phase == 'update')}")
+    generation = config.policy.generation
     if phase == "rollout":
-        fewer.append(f"lower policy.generation.max_batch_size ({config.policy.generation.max_batch_size})")
+        fewer.append(f"lower policy.generation.max_batch_size ({generation.max_batch_size})")
     return ", ".join(fewer)
 
 
+def _micro_batch_key(policy: PolicyConfig, *, train: bool) -> str:
+    if policy.token_budget is None:
+        name = "train_micro_batch_size" if train else "logprob_batch_size"
+        return f"policy.{name} ({policy.mb_sequences(train=train)})"
+    section = "sequence_packing" if policy.sequence_packing.enabled else "dynamic_batching"
+    name = "train_mb_tokens" if train else "logprob_mb_tokens"
+    return f"policy.{section}.{name} ({policy.mb_tokens(train=train)})"
+
+
 def _tokens(policy: PolicyConfig, ranks: Ranks, number_bytes: int, *, train: bool) -> TokenLayout:
-    layout = policy.megatron_cfg
-    rows = policy.train_micro_batch_size if train else policy.logprob_batch_size
-    multiple = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
-    row = -(-policy.max_total_sequence_length // multiple) * multiple
+    positions = responses = policy.mb_tokens(train=train)
+    if policy.token_budget is None:
+        responses = policy.mb_sequences(train=train) * policy.generation.max_new_tokens
     return TokenLayout(
-        positions=-(-rows * row // ranks.context),
-        response_tokens=-(-rows * policy.generation.max_new_tokens // ranks.context),
+        positions=-(-positions // ranks.context),
+        response_tokens=-(-responses // ranks.context),
         tensor_parallel=ranks.tensor,
-        sequence_parallel=layout.sequence_parallel,
+        sequence_parallel=policy.megatron_cfg.sequence_parallel,
         number_bytes=number_bytes,
     )
 

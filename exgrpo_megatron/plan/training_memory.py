@@ -89,5 +89,6 @@ def passes_in_flight(stage: Stage, pipeline: int, micro_batches: int) -> int:
 def _buffer(parameters: Sequence[Parameter], layout: MegatronConfig, sharing: int, *, bucketed: bool) -> Buffer:
     if not layout.optimizer.use_distributed_optimizer:
         return plain_buffer(parameters)
-    overlap = layout.distributed_data_parallel_config.overlap_grad_reduce and bucketed
-    return shared_buffer(parameters, sharing, overlap_bucket_size(sharing) if overlap else None)
+    exchange = layout.distributed_data_parallel_config
+    size = exchange.bucket_size or overlap_bucket_size(sharing)
+    return shared_buffer(parameters, sharing, size if exchange.overlap_grad_reduce and bucketed else None)

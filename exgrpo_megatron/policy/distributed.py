@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from exgrpo_megatron.config import ClusterConfig, PolicyConfig
+from exgrpo_megatron.config import ClusterConfig, MegatronConfig, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.policy import backend
 
@@ -46,6 +46,11 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
         )
     backend.install()
     _join(launched)
+    return lay_out(layout, seed)
+
+
+def lay_out(layout: MegatronConfig, seed: int) -> DataParallel:
+    """Megatron's groups among the processes of the process group that is there, and the seeds of `initialize`."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -78,8 +83,11 @@ class DataParallel:
         return self.agreed(gathered)
 
     def agreed(self, value: T) -> T:
-        ranks = dist.get_process_group_ranks(mpu.get_model_parallel_group())
-        return _broadcast(value, ranks[0], mpu.get_model_parallel_group())
+        # Megatron's model-parallel group is tensor and pipeline ranks. First the context-parallel ranks of each of
+        # these agree, then these do.
+        for group in (mpu.get_context_parallel_group(), mpu.get_model_parallel_group()):
+            value = _broadcast(value, dist.get_process_group_ranks(group)[0], group)
+        return value
 
     def anywhere(self, flag: bool) -> bool:
         return any(self._everywhere(flag))
@@ -121,6 +129,7 @@ def from_last_stage(value: T) -> T:
     """On all ranks that share the model, the value of the last pipeline stage (of its first tensor-parallel rank).
 
     Ranks that compute the same thing may differ in the last bit, and a decision taken on it must be one decision.
+    Context-parallel ranks of that tensor-parallel rank must have exchanged it already.
     """
     group = mpu.get_model_parallel_group()
     if dist.get_world_size(group) == 1:

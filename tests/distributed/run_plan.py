@@ -27,7 +27,7 @@ ZERO = {"optimizer": {"use_distributed_optimizer": True}}
 OVERLAP = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 UNEVEN = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}
 LAYOUTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"tensor_model_parallel_size": 2} | ZERO, "qwen3", "bfloat16"),
+    ({"tensor_model_parallel_size": 2, "context_parallel_size": 2} | ZERO, "qwen3", "bfloat16"),
     (UNEVEN | ZERO | OVERLAP, "qwen2", "bfloat16"),
     ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "qwen2", "float32"),
 ]
@@ -42,6 +42,7 @@ def main(models: Path) -> None:
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            context_parallel_size=layout.context_parallel_size,
         )
         check(models / family, precision, layout, DataParallel())
     comm.barrier()
@@ -63,7 +64,7 @@ def check(model: Path, precision: str, layout: MegatronConfig, comm: DataParalle
     weights, gradients, optimizer = allocated(actor)
     # Of the ranks that share an optimizer's state the plan names the one with the most; the last has the padding.
     most = torch.tensor(optimizer)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=mpu.get_data_parallel_group())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mpu.get_data_parallel_group(with_context_parallel=True))
     found = weights, gradients, int(most)
     expected = planned(actor, layout, ranks, mpu.get_pipeline_model_parallel_rank())
     assert found == expected, (layout, found, expected)

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 LAYOUTS = {
     "data parallel": {},
     "tensor parallel": {"tensor_model_parallel_size": 2},
+    "context parallel": {"context_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
 }
 
