@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -70,6 +72,8 @@ class DataParallel:
         # Objects travel over gloo also where tensors travel over NCCL: no copy through the GPU.
         self._group = mpu.get_data_parallel_group_gloo()
         self._world: Any = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
+        self._machine = socket.gethostname()
+        self._processes = self._everywhere((self._machine, os.getpid()))
 
     def all_gather(self, value: T) -> list[T]:
         gathered: list[Any] = [value]
@@ -86,10 +90,7 @@ class DataParallel:
         return value
 
     def anywhere(self, flag: bool) -> bool:
-        flags: list[bool] = [flag] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(flags, flag, group=self._world)
-        return any(flags)
+        return any(self._everywhere(flag))
 
     def broadcast(self, value: T) -> T:
         return _broadcast(value, 0, self._world)
@@ -97,6 +98,14 @@ class DataParallel:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier(group=self._world)
+
+    def killed_ranks(self) -> tuple[int, ...]:
+        """The ranks on this machine whose process is gone; not collective."""
+        return tuple(
+            rank
+            for rank, (machine, process) in enumerate(self._processes)
+            if machine == self._machine and _is_gone(process)
+        )
 
     def shutdown(self) -> None:
         """Leave every group. Call `barrier` first in a normal end: ranks that leave while others wait break them.
@@ -107,6 +116,13 @@ class DataParallel:
         mpu.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _everywhere(self, value: T) -> list[T]:
+        """The value of every process, by global rank."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self._world)
+        return values
 
 
 def from_last_stage(value: T) -> T:
@@ -144,6 +160,13 @@ def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 _PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 """What gloo (a plain RuntimeError) and NCCL say then."""
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _launched_processes() -> int:
