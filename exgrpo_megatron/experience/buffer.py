@@ -16,13 +16,12 @@ from exgrpo_megatron.experience.buckets import bucket_counts
 from exgrpo_megatron.experience.changes import Change, Kept, changes_of
 from exgrpo_megatron.experience.files import (
     SUMMARY_FILE,
+    ExperienceSnapshot,
     Row,
     Summary,
     answers_file,
     find_answers_files,
     read_summary,
-    write_answers,
-    write_summary,
 )
 from exgrpo_megatron.experience.index import QuestionIndex
 from exgrpo_megatron.experience.partition import owner_of, shard_of
@@ -164,15 +163,20 @@ class ExperienceBuffer:
         Raises:
             OSError: on every process, where one cannot write.
         """
-        comm = self._comm
-        with together(comm):
-            folder.mkdir(parents=True, exist_ok=True)
-            if comm.member == 0:
-                write_answers(folder / answers_file(comm.rank, comm.size), self._rows(), self._group_size)
-            if comm.is_main:
-                retired = tuple(sorted(self._retired))
-                summary = Summary(self._group_size, self.num_questions, self.num_answers, retired)
-                write_summary(folder / SUMMARY_FILE, summary)
+        with together(self._comm):
+            self.snapshot().save(folder)
+
+    def snapshot(self) -> ExperienceSnapshot:
+        """This process's part of the buffer as it is now, to be saved while the buffer changes.
+
+        Stored answers never change: they are not copied.
+        """
+        comm, summary = self._comm, None
+        if comm.is_main:
+            retired = tuple(sorted(self._retired))
+            summary = Summary(self._group_size, self.num_questions, self.num_answers, retired)
+        file = answers_file(comm.rank, comm.size) if comm.member == 0 else None
+        return ExperienceSnapshot(self._group_size, file, tuple(self._rows()), summary)
 
     def load(self, folder: Path) -> None:
         """Become the buffer that was saved, on whatever number of ranks, with the same future draws; collective.

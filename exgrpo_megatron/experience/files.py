@@ -67,6 +67,30 @@ class Summary:
     retired: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class ExperienceSnapshot:
+    """What one process writes of a buffer as it was at one moment."""
+
+    group_size: int
+    file: str | None
+    """Name of the answers file; None where another process keeps this rank's answers."""
+    rows: tuple[Row, ...]
+    summary: Summary | None
+    """On the one process that writes it."""
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write this process's files into `folder`, which is made if need be, and return them; in any thread."""
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        if self.file is not None:
+            write_answers(folder / self.file, self.rows, self.group_size)
+            written.append(folder / self.file)
+        if self.summary is not None:
+            write_summary(folder / SUMMARY_FILE, self.summary)
+            written.append(folder / SUMMARY_FILE)
+        return written
+
+
 def answers_file(rank: int, num_ranks: int) -> str:
     """Name of the file of one data-parallel rank."""
     return f"answers-{rank:05d}-of-{num_ranks:05d}.parquet"

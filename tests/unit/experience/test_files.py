@@ -313,3 +313,13 @@ def test_merging_keeps_what_is_here_and_counts_what_is_left_out(played: Experien
 def test_merging_a_file_that_is_not_there_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no such experience file"):
         empty().merge_file(tmp_path / "none.parquet")
+
+
+def test_a_snapshot_is_of_its_moment_and_names_what_it_wrote(played: ExperienceBuffer, tmp_path: Path):
+    before, snapshot = contents(played), played.snapshot()
+    play(played, seed=2, steps=20)
+    assert contents(played) != before
+    assert snapshot.save(tmp_path) == [tmp_path / ANSWERS, tmp_path / "experience.json"]
+    loaded = empty()
+    loaded.load(tmp_path)
+    assert contents(loaded) == before
