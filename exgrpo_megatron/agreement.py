@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exgrpo_megatron.algorithm.chance import stable_seed
+from exgrpo_megatron.comm import gather_everyone
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rollout.protocol import SampleRequest
 from exgrpo_megatron.types import Logprobs, Question
@@ -15,7 +16,7 @@ from exgrpo_megatron.types import Logprobs, Question
 
 @dataclass(frozen=True)
 class Agreement:
-    """One comparison, over the tokens of every data-parallel rank."""
+    """One comparison, over the tokens of every process."""
 
     metrics: dict[str, float]
     fault: str | None
@@ -48,11 +49,15 @@ class AgreementGate:
         comm = self._parts.comm
         mine = list(questions)[comm.rank :: comm.size][: self._config.num_prompts]
         pairs = self._logprobs(mine, step)
-        local = _summary(pairs)
-        beyond = comm.anywhere(not self._within(local))
-        metrics = _summary([pair for part in comm.all_gather(pairs) for pair in part])
+        everyone = gather_everyone(comm, pairs)
+        # One process's engine may be wrong where the mean over all is still small.
+        summaries = [_summary(pairs) for pairs in everyone]
+        # numpy's maximum of a NaN and a number is NaN, which is within no limit.
+        worst = {name: float(np.max([summary[name] for summary in summaries])) for name in _LIMITED}
+        metrics = _summary([pair for pairs in everyone for pair in pairs])
+        within = all(worst[name] <= limit for name, limit in zip(_LIMITED, self._limits, strict=True))
         return Agreement(
-            {**metrics, "agreement/beyond_limits": float(beyond)}, self._describe(metrics, local) if beyond else None
+            {**metrics, "agreement/beyond_limits": float(not within)}, None if within else self._describe(worst)
         )
 
     def _logprobs(self, questions: list[Question], step: int) -> list[tuple[Logprobs, Logprobs]]:
@@ -81,14 +86,10 @@ class AgreementGate:
             pairs.append((mine.logprobs[:common], score.logprobs[:common]))
         return pairs
 
-    def _within(self, metrics: dict[str, float]) -> bool:
-        # A comparison with NaN is false, and NaN is beyond every limit.
-        return all(metrics[name] <= limit for name, limit in zip(_LIMITED, self._limits, strict=True))
-
-    def _describe(self, metrics: dict[str, float], local: dict[str, float]) -> str:
+    def _describe(self, worst: dict[str, float]) -> str:
         key = "policy.generation.vllm_cfg.agreement"
         found = "; ".join(
-            f"{words} {max(metrics[name], local[name]):.3g} ({limit_key} = {limit:g})"
+            f"{words} {worst[name]:.3g} ({limit_key} = {limit:g})"
             for (name, (words, limit_key)), limit in zip(_LIMITED.items(), self._limits, strict=True)
         )
         return (

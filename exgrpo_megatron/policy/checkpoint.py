@@ -144,6 +144,7 @@ def _about(state: Checkpointed) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "tensor_parallel": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
+        "context_parallel": mpu.get_context_parallel_world_size(),
     }
 
 
@@ -151,7 +152,7 @@ def _layout(about: dict[str, Any]) -> str:
     """How the processes that wrote a checkpoint shared the model."""
     return (
         f"{about['world_size']} processes (tensor parallel {about.get('tensor_parallel', 1)}, "
-        f"pipeline {about.get('pipeline_parallel', 1)})"
+        f"pipeline {about.get('pipeline_parallel', 1)}, context {about.get('context_parallel', 1)})"
     )
 
 

@@ -46,6 +46,11 @@ class RestartingEngine:
         self.num_restarts = 0
 
     @property
+    def shared_by_members(self) -> bool:
+        """As the engine's."""
+        return self._engine.shared_by_members
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights in force."""
         return self._engine.policy_version

@@ -24,6 +24,8 @@ class TorchEngine:
     """
 
     num_restarts = 0
+    shared_by_members = False
+    """Every process holds the whole model and samples by itself."""
 
     def __init__(
         self,

@@ -46,6 +46,11 @@ class VLLMEngine:
         self._version: int | None = None
 
     @property
+    def shared_by_members(self) -> bool:
+        """Whether ranks share one engine."""
+        return self._settings.cfg.tensor_parallel_size > 1
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights in force."""
         return self._in_force()

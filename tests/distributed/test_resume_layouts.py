@@ -15,15 +15,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "unit" / "policy")]
 
 from launch import launch  # noqa: E402
 from policy_models import max_difference, save_model  # noqa: E402
-from test_layouts import OVERLAP, PP2, SP, TP2, ZERO  # noqa: E402
+from test_layouts import CP2, OVERLAP, PP2, SP, TP2, ZERO  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 ONE: tuple[int, dict[str, Any]] = (1, {})
 CASES = {
-    "TP2 to PP2": ("tied", "float32", (2, TP2), (2, PP2)),
+    "TP2 to CP2": ("tied", "float32", (2, TP2), (2, CP2)),
     "PP2 to TP2 + sequence parallel": ("untied", "float32", (2, PP2), (2, TP2 | SP)),
-    "DP2 + distributed optimizer to TP2": ("tied", "float32", (2, ZERO), (2, TP2)),
+    "CP2 + distributed optimizer to TP2": ("tied", "float32", (2, CP2 | ZERO), (2, TP2)),
     "one process to DP2 + distributed optimizer": ("untied", "float32", ONE, (2, ZERO | OVERLAP)),
     "DP2 + distributed optimizer to itself": ("untied", "float32", (2, ZERO), (2, ZERO)),
     "TP2 x DP2 + distributed optimizer to PP2 x DP2": ("tied", "float32", (4, TP2 | ZERO), (4, PP2 | ZERO)),
