@@ -1,25 +1,29 @@
-"""Tokens per CPU second of the embedded rollout engine, against transformers' generate in the same process.
+"""Tokens per CPU second of the rollout engines, against transformers' generate in the same process.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=.:conversion python benchmarks/rollout.py [--model quickstart|135m] [--repeats 5]
+    OMP_NUM_THREADS=1 PYTHONPATH=.:conversion python benchmarks/rollout.py [--model quickstart|4m|135m] [--repeats 5]
+        [--vllm]
 
-Random weights, no stop token, so both sides do the same work: `quickstart` samples 40 tokens for 32 prompts x 8 (a
-0.4M Qwen2, character vocabulary), `135m` samples 20 tokens for 16 rows (a Llama of SmolLM2-135M's shape).
+Random weights, no stop token, so all sides do the same work: `quickstart` samples 40 tokens for 32 prompts x 8 (a
+0.4M Qwen2, character vocabulary), `4m` 40 tokens for 16 x 8 (2048 tokens), `135m` 20 tokens for 16 rows (a Llama of
+SmolLM2-135M's shape). `--vllm` adds the vLLM engine in this process, where it is installed.
 `quickstart` also runs with a stop token that ends about one row in 21 at each step: there, dropped rows count.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
 from exgrpo_conversion.architecture import Architecture
-from exgrpo_megatron.rollout.protocol import SampleRequest, SamplingParams
+from exgrpo_megatron.rollout.protocol import RolloutEngine, SampleRequest, SamplingParams
 from exgrpo_megatron.rollout.torch_engine import TorchEngine
 
 
@@ -52,13 +56,27 @@ def cases() -> dict[str, Case]:
         intermediate_size=1536,
         tie_word_embeddings=True,
     )
-    return {"quickstart": Case(quickstart, 32, 8, 40), "135m": Case(llama_135m, 4, 4, 20)}
+    qwen2_4m = transformers.Qwen2Config(
+        vocab_size=2048,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=768,
+        tie_word_embeddings=True,
+    )
+    return {
+        "quickstart": Case(quickstart, 32, 8, 40),
+        "4m": Case(qwen2_4m, 16, 8, 40),
+        "135m": Case(llama_135m, 4, 4, 20),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["quickstart", "135m"], default="quickstart")
+    parser.add_argument("--model", choices=["quickstart", "4m", "135m"], default="quickstart")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vllm", action="store_true")
     args = parser.parse_args()
     case = cases()[args.model]
     torch.manual_seed(0)
@@ -74,6 +92,28 @@ def main() -> None:
     report("transformers generate", lambda: generate_tokens(model, prompts, case), args.repeats)
     if case.config.vocab_size < 100:
         report("engine, stop token", lambda: engine_tokens(engine, prompts, case, (2,)), args.repeats)
+    if args.vllm:
+        vllm = vllm_engine(model, case)
+        report("vLLM engine", lambda: engine_tokens(vllm, prompts, case, ()), args.repeats)
+        vllm.close()
+
+
+def vllm_engine(model: transformers.PreTrainedModel, case: Case) -> RolloutEngine:
+    """A vLLM engine in this process with the model's weights."""
+    from exgrpo_megatron.config import VllmConfig
+    from exgrpo_megatron.rollout.vllm_engine import VLLMEngine
+    from exgrpo_megatron.rollout.vllm_process import VLLMSettings
+    from exgrpo_megatron.rollout.weight_buckets import in_groups
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        rows = case.num_prompts * case.num_samples
+        settings = VLLMSettings(Path(folder), VllmConfig(), torch.float32, 64, rows, 2**29)
+        engine = VLLMEngine(Architecture.from_hf_config(model.config.to_dict()), settings)
+        weights = dict(hf_weights(model))
+        engine.load_weights(((name, weights[name]) for name in in_groups(weights)), version=0)
+    return engine
 
 
 def report(name: str, sample: Callable[[], int], repeats: int) -> None:
@@ -89,7 +129,7 @@ def report(name: str, sample: Callable[[], int], repeats: int) -> None:
     )
 
 
-def engine_tokens(engine: TorchEngine, prompts: list[np.ndarray], case: Case, stops: tuple[int, ...]) -> int:
+def engine_tokens(engine: RolloutEngine, prompts: list[np.ndarray], case: Case, stops: tuple[int, ...]) -> int:
     requests = [
         SampleRequest(prompt, tuple(range(i * case.num_samples, (i + 1) * case.num_samples)))
         for i, prompt in enumerate(prompts)

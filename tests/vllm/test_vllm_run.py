@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ def recipe(folder, model, **agreement):
 
 
 def train(config, comm, stop_after_one=False):
+    Path(config.logger.log_dir).mkdir(parents=True, exist_ok=True)
     stop = session.StopSignal()
     reporter = StopAfterOneStep(stop) if stop_after_one else SilentReporter()
     inputs = build.load_inputs(config, comm)
