@@ -23,7 +23,7 @@ from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
-from exgrpo_megatron.experience.files import check_answers_file
+from exgrpo_megatron.experience.reading import check_answers_files
 from exgrpo_megatron.layout import check_layout, check_positions
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.verifier import MathVerifier
@@ -89,7 +89,7 @@ def check_prefill(config: Config) -> None:
             f"solutions, null begins without"
         )
     try:
-        check_answers_file(Path(path), config.grpo.num_generations_per_prompt)
+        check_answers_files(Path(path), config.grpo.num_generations_per_prompt)
     except CheckpointError as error:
         raise ConfigError(f"experience.prefill_path: {error}") from None
 
@@ -174,7 +174,7 @@ def build_verifier(config: Config) -> MathVerifier:
 def build_parts(config: Config, inputs: Inputs, policy: MegatronActor, comm: Communicator) -> Parts:
     """All parts of an RL run around an actor."""
     assert config.data.epoch_order is not None
-    experience = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt)
+    experience = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt, comm)
     return Parts(
         config=config,
         comm=comm,

@@ -159,7 +159,7 @@ def prefill(
         from exgrpo_megatron import build  # noqa: PLC0415
         from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
 
-        target = check_prefill_target(config, comm.world_size)
+        target = check_prefill_target(config)
         inputs = build.load_inputs(config, comm)
         actor = build.build_rl_actor(config, inputs.model_dir, comm)
         parts = build.build_parts(config, inputs, actor, comm)
@@ -167,8 +167,7 @@ def prefill(
             report = record_solutions(parts, ending or ["\\boxed{{answer}}"])
         finally:
             parts.verifier.close()
-        if comm.is_main:
-            parts.experience.save(target)
+        parts.experience.save(target)
         say(comm, f"{report.describe()}\nwritten to {target}")
 
 

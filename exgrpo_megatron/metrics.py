@@ -59,6 +59,7 @@ METRICS: dict[str, Metric] = {
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
     "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
+    "experience/shard_answers": Metric("answers", "those of them kept by the data-parallel rank that has most"),
     "experience/retired": Metric("questions", "questions retired so far"),
     "experience/retired_this_step": Metric("questions", "questions retired in the step"),
     "experience/stored_this_step": Metric("answers", "correct answers stored in the step"),

@@ -129,8 +129,8 @@ class TrainingRun:
     def _save(self, values: dict[str, float]) -> None:
         def write_parts(folder: Path) -> None:
             self.actor.save(folder / "policy")
+            self.parts.experience.save(folder / "experience")
             if self.comm.is_main:
-                self.parts.experience.save(folder / "experience")
                 replace_text(folder / RECIPE_FILE, dump_recipe(self.config))
 
         state = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
-from exgrpo_megatron.experience.buffer import RecordReport
+from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.metrics import ratio_summary
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rewards.alarm import verdict_counts
@@ -144,6 +144,7 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/replayed_questions": len(ages),
         "experience/buffer_questions": experience.num_questions,
         "experience/stored_answers": experience.num_answers,
+        "experience/shard_answers": max(parts.comm.all_gather(experience.num_own_answers)),
         "experience/retired": len(experience.retired),
         "experience/retired_this_step": len(report.retired),
         "experience/stored_this_step": report.stored,

@@ -114,8 +114,8 @@ def assert_same_run(one, two, steps=STEPS):
     """Same exported weights, experience, position and metrics, bit for bit."""
     assert (one / "hf" / "model.safetensors").read_bytes() == (two / "hf" / "model.safetensors").read_bytes()
     ours, theirs = (folder / "checkpoints" / f"step_{steps:06d}" for folder in (one, two))
-    assert pq.read_table(ours / "experience/experience.parquet").equals(
-        pq.read_table(theirs / "experience/experience.parquet")
+    assert pq.read_table(ours / "experience/answers-00000-of-00001.parquet").equals(
+        pq.read_table(theirs / "experience/answers-00000-of-00001.parquet")
     )
     mine, its = (json.loads((folder / "state.json").read_text()) for folder in (ours, theirs))
     assert {**mine, "recipe": None} == {**its, "recipe": None}
