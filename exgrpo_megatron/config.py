@@ -276,6 +276,12 @@ class MegatronConfig(Section):
 
     tensor_model_parallel_size: PositiveInt = key(1, "ranks that share every weight matrix", "ranks")
     pipeline_model_parallel_size: PositiveInt = key(1, "pipeline stages, which share the layers", "ranks")
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = key(
+        None,
+        "chunks of layers on every stage, which micro-batches pass through in turn (interleaved schedule: stages idle "
+        "less and send more); null: one",
+        "chunks",
+    )
     context_parallel_size: Literal[1] = key(1, "context parallel ranks; more than 1 is not supported yet", "ranks")
     sequence_parallel: bool = key(
         False, "tensor-parallel ranks also share the positions outside attention and MLP (less memory)"
@@ -300,12 +306,26 @@ class MegatronConfig(Section):
         """Ranks that hold one copy of the model between them."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
+    @property
+    def chunks(self) -> int:
+        """Parts of the model on every pipeline stage."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
     @model_validator(mode="after")
     def _sequence_needs_tensor_parallel(self) -> MegatronConfig:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "sequence_parallel = true shares positions among tensor-parallel ranks, but "
                 "tensor_model_parallel_size = 1: leave it false, or raise that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_need_stages(self) -> MegatronConfig:
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size = {self.virtual_pipeline_model_parallel_size} cuts pipeline "
+                "stages into chunks, but pipeline_model_parallel_size = 1: leave it null, or raise that"
             )
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +47,8 @@ class Checkpointed:
     architecture: Architecture
     precision: str
     version: int
-    model: GPTModel
+    chunks: Sequence[GPTModel]
+    """The parts of the model on this pipeline stage."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
@@ -85,7 +86,8 @@ def load(folder: Path, state: Checkpointed) -> int:
         if _layout(about) != _layout(_about(state)):
             wanted.pop("rng")
         loaded = dist_checkpointing.load(wanted, str(folder))
-    state.model.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(state.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
     if "optimizer" in loaded:
         steps = about.get("optimizer_steps", about["version"])
         optimizer_state.restore(state.optimizer, _parameters(state), loaded["optimizer"], steps)
@@ -144,6 +146,7 @@ def _about(state: Checkpointed) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "tensor_parallel": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
+        "chunks": len(state.chunks),
     }
 
 
@@ -151,20 +154,26 @@ def _layout(about: dict[str, Any]) -> str:
     """How the processes that wrote a checkpoint shared the model."""
     return (
         f"{about['world_size']} processes (tensor parallel {about.get('tensor_parallel', 1)}, "
-        f"pipeline {about.get('pipeline_parallel', 1)})"
+        f"pipeline {about.get('pipeline_parallel', 1)}, chunks {about.get('chunks', 1)})"
     )
 
 
 def _parameters(state: Checkpointed) -> dict[str, torch.nn.Parameter]:
-    """By their name in Megatron's state of the model on this rank."""
-    return dict(state.model.named_parameters())
+    """By their name in Megatron's state of the chunk, behind the chunk's own."""
+    return {
+        f"model{number}.{name}": parameter
+        for number, chunk in enumerate(state.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = None) -> dict[str, Any]:
     """Megatron's sharded state: model, optimizer (if it was ever stepped), and this rank's generators."""
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    model = state.model.sharded_state_dict(metadata=metadata)
-    sharded: dict[str, Any] = {"model": model}
+    sharded: dict[str, Any] = {
+        f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(state.chunks)
+    }
+    model = {f"{chunk}.{name}": tensor for chunk, tensors in sharded.items() for name, tensor in tensors.items()}
     if state.version > 0 if trained is None else trained:
         parameters = _parameters(state)
         sharded["optimizer"] = (

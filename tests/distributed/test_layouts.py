@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
 ZERO = {"optimizer": {"use_distributed_optimizer": True}}
 OVERLAP = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
@@ -39,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2, 3 layers and 1": (2, PP2 | UNEVEN),
     "TP2 + sequence parallel + recomputation": (2, TP2 | SP | RECOMPUTE),
     "PP4": (4, PP4),
+    "PP2 x DP2, 2 chunks a stage + distributed optimizer + overlap": (4, PP2 | VPP2 | ZERO | OVERLAP),
     "TP2 x PP2": (4, TP2 | PP2),
     "TP2 x PP2 + sequence parallel": (4, TP2 | PP2 | SP),
     "TP2 x DP2": (4, TP2),
