@@ -453,6 +453,11 @@ class CheckpointConfig(Section):
     enabled: bool = key(True, "save checkpoints, and resume from the newest one")
     checkpoint_dir: Name | None = key(None, "null: <logger.log_dir>/checkpoints", "path")
     save_period: PositiveInt = key(20, "steps between checkpoints; the last step is always saved", "steps")
+    async_save: bool = key(
+        True,
+        "write checkpoints while training goes on, from a copy in host memory of what a process saves (weights, "
+        "optimiser state); false: stop the step until they are written, without the copy",
+    )
     keep_last_n: PositiveInt = key(2, "newest checkpoints kept", "checkpoints")
     metric_name: str = key(
         "validation/pass_rate_greedy",

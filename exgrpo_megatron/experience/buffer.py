@@ -149,10 +149,12 @@ class ExperienceBuffer:
 
     def save(self, folder: Path) -> None:
         """Write the two experience files into `folder`, which is made if need be."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_answers(folder / ANSWERS_FILE, self._rows(), self._group_size)
+        self.snapshot().save(folder)
+
+    def snapshot(self) -> ExperienceSnapshot:
+        """The buffer as it is now, to be saved while it changes. Stored answers never change: they are not copied."""
         summary = Summary(self._group_size, self.num_questions, self.num_answers, tuple(sorted(self._retired)))
-        write_summary(folder / SUMMARY_FILE, summary)
+        return ExperienceSnapshot(tuple(self._rows()), summary)
 
     def load(self, folder: Path) -> None:
         """Become the buffer that was saved, with the same future draws; on an error nothing is changed.
@@ -240,6 +242,21 @@ class ExperienceBuffer:
             report.questions += not known
             report.answers += added
             report.duplicates += not added
+
+
+@dataclass(frozen=True)
+class ExperienceSnapshot:
+    """What a buffer held at one moment."""
+
+    rows: tuple[Row, ...]
+    summary: Summary
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write the two experience files into `folder`, which is made if need be, and return them; in any thread."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_answers(folder / ANSWERS_FILE, self.rows, self.summary.group_size)
+        write_summary(folder / SUMMARY_FILE, self.summary)
+        return [folder / ANSWERS_FILE, folder / SUMMARY_FILE]
 
 
 def _check_agreement(folder: Path, summary: Summary, rows: list[Row], retired: set[str]) -> None:

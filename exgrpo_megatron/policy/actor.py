@@ -15,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
-from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from exgrpo_megatron.policy import backend, checkpoint, schedule
 from exgrpo_megatron.policy.batch import (
@@ -140,10 +140,23 @@ class MegatronActor:
         """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.
 
         Raises:
-            CheckpointError: the folder holds something, or cannot be written.
+            CheckpointError: on every rank, where the folder holds something, or one cannot write.
+        """
+        saving = self.begin_save(folder, snapshot=False)
+        with together(self.comm):
+            saving.write()
+        saving.finish()
+
+    def begin_save(self, folder: Path, *, snapshot: bool) -> checkpoint.PolicySave:
+        """`save` in steps: this one is collective; then each rank writes, in any thread; then all finish it.
+
+        `snapshot`: what is written is what is now, whatever is trained meanwhile; it is copied to host memory.
+
+        Raises:
+            CheckpointError: the folder holds something, or cannot be made.
         """
         schedule.receive_weights(self._model)
-        checkpoint.save(folder, self._checkpointed())
+        return checkpoint.begin_save(folder, self._checkpointed(), snapshot=snapshot)
 
     def load(self, folder: Path) -> None:
         """Resume from what `save` wrote; collective over all ranks. Learning rate, decay and betas stay the recipe's.

@@ -61,6 +61,10 @@ class DataParallel:
     def __init__(self) -> None:
         self.rank: int = mpu.get_data_parallel_rank()
         self.size: int = mpu.get_data_parallel_world_size()
+        # Megatron's model-parallel group is tensor and pipeline ranks; each stands for its context-parallel ones.
+        context, model = mpu.get_context_parallel_group(), mpu.get_model_parallel_group()
+        self.member: int = dist.get_rank(model) * dist.get_world_size(context) + dist.get_rank(context)
+        self.members: int = dist.get_world_size(model) * dist.get_world_size(context)
         self.world_size: int = dist.get_world_size()
         self.is_main: bool = dist.get_rank() == 0
         # Objects travel over gloo also where tensors travel over NCCL: no copy through the GPU.
@@ -77,6 +81,10 @@ class DataParallel:
     def agreed(self, value: T) -> T:
         ranks = dist.get_process_group_ranks(mpu.get_model_parallel_group())
         return _broadcast(value, ranks[0], mpu.get_model_parallel_group())
+
+    def gather_members(self, value: T) -> list[T]:
+        parts = _gather([value], mpu.get_context_parallel_group())
+        return _flat(_gather(_flat(parts), mpu.get_model_parallel_group()))
 
     def anywhere(self, flag: bool) -> bool:
         flags: list[bool] = [flag] * self.world_size
@@ -123,6 +131,19 @@ def lost_rank(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def _gather(values: list[T], group: dist.ProcessGroup) -> list[list[T]]:
+    """The lists of all ranks of the group."""
+    gathered: list[Any] = [values]
+    if dist.get_world_size(group) > 1:
+        gathered = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, values, group=group)
+    return gathered
+
+
+def _flat(lists: list[list[T]]) -> list[T]:
+    return [value for values in lists for value in values]
 
 
 def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
