@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 
+from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.types import Group, Question, Trajectory
@@ -25,7 +26,7 @@ REPEATS = 200
 
 def main() -> None:
     print(f"{'stored questions':>16} {'median ms':>10} {'worst ms':>9}   ({REPEATS} draws of {NUM_DRAWN})")
-    buffer = ExperienceBuffer(ExperienceConfig(bucket_weight="counts"), GROUP_SIZE)
+    buffer = ExperienceBuffer(ExperienceConfig(bucket_weight="counts"), GROUP_SIZE, SingleProcess())
     rng = np.random.default_rng(0)
     for size in SIZES:
         fill(buffer, size, rng)

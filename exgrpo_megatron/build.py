@@ -23,8 +23,8 @@ from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
-from exgrpo_megatron.experience.files import check_answers_file
-from exgrpo_megatron.layout import check_layout
+from exgrpo_megatron.experience.reading import check_answers_files
+from exgrpo_megatron.layout import check_layout, check_positions
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
@@ -55,7 +55,7 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
     """Model configuration, tokenizer and questions; raises ConfigError, DataError for what the user must change."""
     model_dir = base_model(config, comm)
     architecture = read_architecture(model_dir)
-    _check_positions(config, architecture)
+    check_positions(architecture, config.policy.max_total_sequence_length)
     check_layout(architecture, config.policy.megatron_cfg)
     tokenizer_dir = Path(config.policy.tokenizer.name or model_dir)
     tokenizer = load_tokenizer(tokenizer_dir)
@@ -89,7 +89,7 @@ def check_prefill(config: Config) -> None:
             f"solutions, null begins without"
         )
     try:
-        check_answers_file(Path(path), config.grpo.num_generations_per_prompt)
+        check_answers_files(Path(path), config.grpo.num_generations_per_prompt)
     except CheckpointError as error:
         raise ConfigError(f"experience.prefill_path: {error}") from None
 
@@ -174,7 +174,7 @@ def build_verifier(config: Config) -> MathVerifier:
 def build_parts(config: Config, inputs: Inputs, policy: MegatronActor, comm: Communicator) -> Parts:
     """All parts of an RL run around an actor."""
     assert config.data.epoch_order is not None
-    experience = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt)
+    experience = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt, comm)
     return Parts(
         config=config,
         comm=comm,
@@ -243,15 +243,6 @@ def _folder_fingerprint(folder: Path) -> list[object]:
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_positions(config: Config, architecture: Architecture) -> None:
-    wanted = config.policy.max_total_sequence_length
-    if wanted > architecture.max_positions:
-        raise ConfigError(
-            f"policy.max_total_sequence_length = {wanted} is more than the {architecture.max_positions} positions "
-            f"of the model (max_position_embeddings)"
-        )
 
 
 def _check_stop_tokens(sampling: SamplingParams, architecture: Architecture) -> None:

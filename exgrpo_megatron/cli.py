@@ -15,6 +15,7 @@ from exgrpo_megatron import __version__
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.plan_command import planned_processes, show_plan
 from exgrpo_megatron.process import (
     STOPPED_AT_ONCE,
     command,
@@ -158,7 +159,7 @@ def prefill(
         from exgrpo_megatron import build  # noqa: PLC0415
         from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
 
-        target = check_prefill_target(config, comm.world_size)
+        target = check_prefill_target(config)
         inputs = build.load_inputs(config, comm)
         actor = build.build_rl_actor(config, inputs.model_dir, comm)
         parts = build.build_parts(config, inputs, actor, comm)
@@ -166,22 +167,76 @@ def prefill(
             report = record_solutions(parts, ending or ["\\boxed{{answer}}"])
         finally:
             parts.verifier.close()
-        if comm.is_main:
-            parts.experience.save(target)
+        parts.experience.save(target)
         say(comm, f"{report.describe()}\nwritten to {target}")
 
 
 @app.command()
-def show(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """The resolved recipe, what its numbers mean, and the variant's switches."""
+def show(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes (one a GPU) to plan for. Default: those of cluster.*", show_default=False),
+    ] = None,
+    gpu_memory_gib: Annotated[float, typer.Option(min=0.1, help="Memory of one GPU.")] = 80.0,
+) -> None:
+    """The resolved recipe, what its numbers mean, the variant's switches; on so many GPUs, who holds what."""
     from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
 
     config = load_recipe(recipe, overrides or [])
-    processes = (config.cluster.num_nodes or 1) * (config.cluster.gpus_per_node or 1)
+    processes = planned_processes(config.cluster, world_size)
     console = Console()
     console.print(dump_recipe(config), markup=False, highlight=False, soft_wrap=True)
-    data_parallel_size = max(1, processes // config.policy.megatron_cfg.model_parallel_size)
+    data_parallel_size = max(1, (processes or 1) // config.policy.megatron_cfg.model_parallel_size)
     console.print(numbers_table(config, data_parallel_size), "", variant_table(config), sep="\n")
+    if processes is not None:
+        show_plan(config, processes, gpu_memory_gib, console)
+
+
+@app.command()
+def launch(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines. Default: cluster.num_nodes", show_default=False)
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Default: cluster.gpus_per_node", show_default=False)
+    ] = None,
+    partition: Annotated[str | None, typer.Option(show_default=False)] = None,
+    account: Annotated[str | None, typer.Option(show_default=False)] = None,
+    time: Annotated[str | None, typer.Option(help="Limit, as sbatch takes it.", show_default=False)] = None,
+    stop_before_s: Annotated[
+        int, typer.Option(help="The run saves and stops so long before the limit: longer than a step.")
+    ] = 600,
+    job_name: Annotated[str | None, typer.Option(help="Default: that of the recipe file", show_default=False)] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write. Default: standard output", show_default=False)
+    ] = None,
+) -> None:
+    """A batch file that trains a recipe on several machines under Slurm. Nothing is submitted."""
+    from exgrpo_megatron.launch_command import SlurmJob, batch_file, check_job  # noqa: PLC0415
+
+    config = load_recipe(recipe, overrides or [])
+    job = SlurmJob(
+        nodes=nodes or config.cluster.num_nodes or 1,
+        gpus_per_node=gpus_per_node or config.cluster.gpus_per_node or 8,
+        name=job_name or recipe.stem,
+        partition=partition,
+        account=account,
+        time=time,
+        stop_before_s=stop_before_s,
+    )
+    check_job(config, job)
+    text = batch_file(job, recipe, overrides or [])
+    if output is None:
+        sys.stdout.write(text)
+        return
+    replace_text(output, text)
+    Console().print(
+        f"written to {output}; submit it with: sbatch {output}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 @app.command()

@@ -15,8 +15,8 @@ T = TypeVar("T")
 class Communicator(Protocol):
     """The processes of a run seen from one of them.
 
-    The ranks that hold one copy of the model between them (tensor and pipeline parallel) are one data-parallel rank:
-    they run the same steps on the same sequences. Every method is collective over all processes.
+    The ranks that hold one copy of the model between them (tensor, context and pipeline parallel) are one data-parallel
+    rank: they run the same steps on the same sequences. Every method is collective over all processes.
     """
 
     rank: int

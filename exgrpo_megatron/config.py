@@ -258,7 +258,7 @@ class MegatronOptimizerConfig(OptimizerConfig):
     """AdamW of the RL steps, and how its state is kept (that of supervised steps is kept alike)."""
 
     use_distributed_optimizer: bool = key(
-        False, "share the optimiser's state and the float32 weights out among data-parallel ranks (ZeRO-1)"
+        False, "share the optimiser's state and the float32 weights out among data- and context-parallel ranks (ZeRO-1)"
     )
 
 
@@ -267,8 +267,25 @@ class DistributedDataParallelConfig(Section):
 
     overlap_grad_reduce: bool = key(False, "sum gradients over data-parallel ranks during the backward pass")
     overlap_param_gather: bool = key(
-        False, "gather updated weights during the next forward pass (needs both of the others)"
+        False,
+        "gather updated weights during the next forward pass (needs overlap_grad_reduce and "
+        "optimizer.use_distributed_optimizer)",
     )
+    bucket_size: PositiveInt | None = key(
+        None,
+        "parameters whose gradients travel together (needs overlap_grad_reduce, without which all do); null: 40 "
+        "million, or one million a data-parallel rank where that is more",
+        "parameters",
+    )
+
+    @model_validator(mode="after")
+    def _buckets_need_overlap(self) -> DistributedDataParallelConfig:
+        if self.bucket_size is not None and not self.overlap_grad_reduce:
+            raise ValueError(
+                f"bucket_size = {self.bucket_size}, but overlap_grad_reduce = false: all gradients travel together "
+                "then; leave it null"
+            )
+        return self
 
 
 class MegatronConfig(Section):
@@ -282,7 +299,10 @@ class MegatronConfig(Section):
         "less and send more); null: one",
         "chunks",
     )
-    context_parallel_size: Literal[1] = key(1, "context parallel ranks; more than 1 is not supported yet", "ranks")
+    context_parallel_size: PositiveInt = key(1, "ranks that share the positions of every sequence", "ranks")
+    expert_model_parallel_size: PositiveInt = key(
+        1, "ranks that share experts; 1, for models with experts are refused", "ranks"
+    )
     sequence_parallel: bool = key(
         False, "tensor-parallel ranks also share the positions outside attention and MLP (less memory)"
     )
@@ -310,6 +330,27 @@ class MegatronConfig(Section):
     def chunks(self) -> int:
         """Parts of the model on every pipeline stage."""
         return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Positions of a packed sequence are a multiple of this: context-parallel ranks get two equal parts each."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """Positions of a row are a multiple of this: its part on a context-parallel rank is shared out once more among
+        tensor-parallel ranks with sequence parallelism."""
+        shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return math.lcm(self.sequence_multiple, self.context_parallel_size * shares)
+
+    @model_validator(mode="after")
+    def _no_experts(self) -> MegatronConfig:
+        if self.expert_model_parallel_size != 1:
+            raise ValueError(
+                f"expert_model_parallel_size = {self.expert_model_parallel_size}, but models with experts are not "
+                "supported: leave it 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sequence_needs_tensor_parallel(self) -> MegatronConfig:
@@ -365,6 +406,37 @@ class GenerationConfig(Section):
     max_batch_size: PositiveInt = key(256, "responses sampled at once on one rank", "responses")
 
 
+class DynamicBatchingConfig(Section):
+    """Micro-batches of as many padded rows as a number of positions admits."""
+
+    enabled: bool = key(False, "micro-batches by train_mb_tokens and logprob_mb_tokens instead of sequences")
+    train_mb_tokens: PositiveInt | None = key(
+        None, "rows x longest row of a forward-backward, at most; null: policy.max_total_sequence_length", "positions"
+    )
+    logprob_mb_tokens: PositiveInt | None = key(
+        None, "rows x longest row of a forward-only pass, at most; null: policy.max_total_sequence_length", "positions"
+    )
+    sequence_length_round: PositiveInt = key(
+        1, "rows are padded to a multiple of this, for fewer different shapes", "positions"
+    )
+
+
+class SequencePackingConfig(Section):
+    """Micro-batches of one row, in which sequences follow one another with no padding between them."""
+
+    enabled: bool = key(False, "pack sequences up to train_mb_tokens and logprob_mb_tokens instead of padding them")
+    train_mb_tokens: PositiveInt | None = key(
+        None, "positions of a forward-backward, at most; null: policy.max_total_sequence_length", "positions"
+    )
+    logprob_mb_tokens: PositiveInt | None = key(
+        None, "positions of a forward-only pass, at most; null: policy.max_total_sequence_length", "positions"
+    )
+    algorithm: Literal["first_fit_decreasing", "best_fit_decreasing"] = key(
+        "first_fit_decreasing",
+        "from the longest sequence down, each goes into the first pack with room, or into the one with the least room",
+    )
+
+
 class TokenizerConfig(Section):
     """Tokenizer and chat template."""
 
@@ -377,8 +449,18 @@ class PolicyConfig(Section):
     model_name: Name = key(..., "Hugging Face model folder, or embedded:chain-qwen2 (0.4M, made on the spot)", "path")
     tokenizer: TokenizerConfig = key(TokenizerConfig(), "tokenizer")
     train_global_batch_size: PositiveInt = key(256, "sequences of one optimiser step", "sequences")
-    train_micro_batch_size: PositiveInt = key(64, "sequences of one forward-backward on one rank", "sequences")
-    logprob_batch_size: PositiveInt = key(128, "sequences of one forward-only pass on one rank", "sequences")
+    train_micro_batch_size: PositiveInt | None = key(
+        None,
+        "sequences of one forward-backward on one rank; null: 64, or by a token budget",
+        "sequences",
+    )
+    logprob_batch_size: PositiveInt | None = key(
+        None,
+        "sequences of one forward-only pass on one rank; null: 128, or by a token budget",
+        "sequences",
+    )
+    dynamic_batching: DynamicBatchingConfig = key(DynamicBatchingConfig(), "padded micro-batches by a token budget")
+    sequence_packing: SequencePackingConfig = key(SequencePackingConfig(), "packed micro-batches by a token budget")
     max_total_sequence_length: PositiveInt = key(608, "longest prompt + response", "tokens")
     precision: Literal["float32", "bfloat16"] = key("float32", "numbers of the weights in forward and backward")
     max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")
@@ -387,6 +469,67 @@ class PolicyConfig(Section):
     )
     megatron_cfg: MegatronConfig = key(MegatronConfig(), "Megatron-Core")
     generation: GenerationConfig = key(GenerationConfig(), "rollouts")
+
+    @property
+    def token_budget(self) -> DynamicBatchingConfig | SequencePackingConfig | None:
+        """The section in force that counts positions; None: micro-batches are so many sequences."""
+        return next((section for section in (self.dynamic_batching, self.sequence_packing) if section.enabled), None)
+
+    def mb_sequences(self, *, train: bool) -> int:
+        """Sequences of a micro-batch, where no token budget is in force."""
+        return (self.train_micro_batch_size or 64) if train else (self.logprob_batch_size or 128)
+
+    def mb_tokens(self, *, train: bool) -> int:
+        """Positions of a micro-batch at most, padding included, of all context-parallel ranks together."""
+        section = self.token_budget
+        if section is None:
+            return self.mb_sequences(train=train) * self.longest_row
+        return (section.train_mb_tokens if train else section.logprob_mb_tokens) or self.longest_row
+
+    @property
+    def padded_to(self) -> int:
+        """Positions of a row are a multiple of this."""
+        return math.lcm(
+            self.megatron_cfg.row_multiple,
+            self.dynamic_batching.sequence_length_round if self.dynamic_batching.enabled else 1,
+        )
+
+    @property
+    def longest_row(self) -> int:
+        """Positions of a row with one sequence of the greatest length."""
+        return -(-self.max_total_sequence_length // self.padded_to) * self.padded_to
+
+    @model_validator(mode="after")
+    def _one_rule_for_micro_batches(self) -> PolicyConfig:
+        if self.dynamic_batching.enabled and self.sequence_packing.enabled:
+            raise ValueError(
+                "dynamic_batching.enabled = true and sequence_packing.enabled = true: a micro-batch is padded or "
+                "packed; leave one of them false"
+            )
+        name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+        for key in ("train_micro_batch_size", "logprob_batch_size"):
+            if self.token_budget is not None and getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} has no effect with {name}.enabled = true, which fills micro-batches "
+                    f"up to {name}.train_mb_tokens and logprob_mb_tokens: set policy.{key} to null, or {name}.enabled "
+                    "to false"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _longest_sequence_fits(self) -> PolicyConfig:
+        section = self.token_budget
+        name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            budget = getattr(section, key, None)
+            if budget is not None and budget < self.longest_row:
+                padded = f", padded to a multiple of {self.padded_to}" if self.padded_to > 1 else ""
+                raise ValueError(
+                    f"{name}.{key} = {budget} has no room for one sequence of max_total_sequence_length = "
+                    f"{self.max_total_sequence_length} tokens ({self.longest_row} positions{padded}): raise it, or "
+                    "lower that"
+                )
+        return self
 
 
 class SFTConfig(Section):

@@ -18,4 +18,12 @@ class CheckpointError(UserError):
 
 
 class LostRankError(UserError):
-    """Another process of the run ended while this one waited for it; why, that one has said."""
+    """Another process of the run ended while this one waited for it.
+
+    `killed` are the ranks on this machine whose process is gone without a word; where there are none, the one that
+    ended is about to say why, or ran on another machine.
+    """
+
+    def __init__(self, message: str, killed: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.killed = killed

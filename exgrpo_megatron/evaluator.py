@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exgrpo_megatron.algorithm.chance import stable_seed
-from exgrpo_megatron.comm import Communicator, all_gather_concat
+from exgrpo_megatron.comm import Communicator, gather_parts
 from exgrpo_megatron.config import EvalConfig
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.parts import Verifier
-from exgrpo_megatron.rollout.protocol import RolloutEngine, SampleRequest, SamplingParams
+from exgrpo_megatron.rewards.verifier import Verdict
+from exgrpo_megatron.rollout.protocol import RolloutEngine, SampledResponse, SampleRequest, SamplingParams
+from exgrpo_megatron.rollout.sharing import sample_share
 from exgrpo_megatron.types import Question
 
 
@@ -41,7 +43,7 @@ class Evaluator:
         self.sampling = sampling
 
     def run(self) -> Evaluation:
-        """Samples, grades and averages; every rank evaluates its share and gets the whole result.
+        """Samples, grades and averages; every process evaluates its part and gets the whole result.
 
         The samples depend on eval.seed and the weights only, so two evaluations of one model are equal.
         """
@@ -60,39 +62,45 @@ class Evaluator:
         )
 
     def _graded(self, mode: str, temperature: float, samples: int) -> list[dict[str, object]]:
-        mine = self.questions[self.comm.rank :: self.comm.size]
+        """A row an answer, question by question; each process samples and grades its part."""
+        comm = self.comm
+        mine = list(range(comm.rank, len(self.questions), comm.size))
         sampling = SamplingParams(self.sampling.max_new_tokens, temperature, self.sampling.stop_token_ids)
         requests = [
             SampleRequest(
-                question.prompt_ids,
-                tuple(stable_seed(self.config.seed, question.id, index) for index in range(samples)),
+                self.questions[i].prompt_ids,
+                tuple(stable_seed(self.config.seed, self.questions[i].id, index) for index in range(samples)),
             )
-            for question in mine
+            for i in mine
         ]
-        pairs = [
-            (question, response)
-            for question, responses in zip(mine, self.engine.sample(requests, sampling), strict=True)
-            for response in responses
-        ]
+        sampled = sample_share(self.engine, requests, sampling, comm)
+        pairs = [(mine[index], response) for index, responses in sampled.items() for response in responses]
+        return gather_parts(comm, self._rows(mode, pairs))
+
+    def _rows(self, mode: str, pairs: list[tuple[int, SampledResponse]]) -> list[tuple[int, dict[str, object]]]:
+        """Of each (index of the question, response) the index and the row."""
         texts = [self.tokenizer.decode(response.token_ids) for _, response in pairs]
-        golds = [question.answer for question, _ in pairs]
+        golds = [self.questions[i].answer for i, _ in pairs]
         verdicts = self.verifier.grade(list(zip(texts, golds, strict=True)))
-        rows: list[dict[str, object]] = [
-            {
-                "mode": mode,
-                "question_id": question.id,
-                "category": question.category,
-                "question": question.text,
-                "answer": question.answer,
-                "response": text,
-                "reward": verdict.reward,
-                "status": verdict.status,
-                "stop_reason": response.stop_reason,
-                "num_tokens": len(response.token_ids),
-            }
-            for (question, response), text, verdict in zip(pairs, texts, verdicts, strict=True)
+        return [
+            (i, _row(mode, self.questions[i], response, text, verdict))
+            for (i, response), text, verdict in zip(pairs, texts, verdicts, strict=True)
         ]
-        return all_gather_concat(self.comm, rows)
+
+
+def _row(mode: str, question: Question, response: SampledResponse, text: str, verdict: Verdict) -> dict[str, object]:
+    return {
+        "mode": mode,
+        "question_id": question.id,
+        "category": question.category,
+        "question": question.text,
+        "answer": question.answer,
+        "response": text,
+        "reward": verdict.reward,
+        "status": verdict.status,
+        "stop_reason": response.stop_reason,
+        "num_tokens": len(response.token_ids),
+    }
 
 
 def _pass_rates(mode: str, rows: list[dict[str, object]]) -> dict[str, float]:

@@ -6,6 +6,9 @@ from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.config import MegatronConfig
 from exgrpo_megatron.errors import ConfigError
 
+VOCAB_MULTIPLE = 128
+"""Vocabulary rows are padded to a multiple of this on every tensor-parallel rank."""
+
 
 def check_layout(architecture: Architecture, layout: MegatronConfig) -> None:
     """Raise ConfigError where the model's heads, MLP or layers cannot be shared out as `policy.megatron_cfg` says."""
@@ -21,6 +24,15 @@ def check_layout(architecture: Architecture, layout: MegatronConfig) -> None:
                 f"{name} = {size}"
             )
     stage_layers(architecture.num_layers, layout)
+
+
+def check_positions(architecture: Architecture, longest: int) -> None:
+    """Raise ConfigError where the model has no positions for sequences of `longest` tokens."""
+    if longest > architecture.max_positions:
+        raise ConfigError(
+            f"policy.max_total_sequence_length = {longest} is more than the {architecture.max_positions} positions "
+            f"of the model (max_position_embeddings)"
+        )
 
 
 def stage_layers(num_layers: int, layout: MegatronConfig) -> list[int]:

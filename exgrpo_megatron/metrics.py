@@ -59,6 +59,7 @@ METRICS: dict[str, Metric] = {
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
     "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
+    "experience/shard_answers": Metric("answers", "those of them kept by the data-parallel rank that has most"),
     "experience/retired": Metric("questions", "questions retired so far"),
     "experience/retired_this_step": Metric("questions", "questions retired in the step"),
     "experience/stored_this_step": Metric("answers", "correct answers stored in the step"),
@@ -81,6 +82,7 @@ METRICS: dict[str, Metric] = {
         "updates", "optimiser steps of the step skipped: loss or norm not finite, or norm too large"
     ),
     "policy/clip_share": Metric("share", "new response tokens whose gradient the PPO clip removed"),
+    "policy/padding_share": Metric("share", "positions of the training micro-batches that held padding"),
     "policy/clamped_ratios": Metric("tokens", "log-ratios beyond loss_fn.max_abs_log_ratio, clamped"),
     "policy/version": Metric("", "version of the weights after the step"),
     **{

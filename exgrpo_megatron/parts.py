@@ -10,7 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from exgrpo_kernels.reference import Objective
-from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.algorithm.batch import balanced_shares
+from exgrpo_megatron.comm import Communicator, all_gather_concat, in_order
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
@@ -98,3 +99,12 @@ class Parts:
     sampling: SamplingParams
     model_dir: Path
     """Hugging Face folder the run started from; tokenizer and configuration of the export."""
+
+
+def score_shared(parts: Parts, pairs: list[tuple[TokenIds, TokenIds]]) -> list[ScoredSequence]:
+    """Scores of (prompt, response) pairs under the current policy, in their order; each data-parallel rank scores a
+    share. Collective, with the same pairs on every process."""
+    comm = parts.comm
+    share = balanced_shares([len(prompt) + len(response) for prompt, response in pairs], comm.size)[comm.rank]
+    scored = parts.policy.score([pairs[i] for i in share], parts.sampling.temperature)
+    return in_order(all_gather_concat(comm, list(zip(share, scored, strict=True))))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from exgrpo_megatron.comm import gather_parts
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.solutions import read_solutions, solution_column
 from exgrpo_megatron.errors import ConfigError, DataError
-from exgrpo_megatron.parts import Parts
+from exgrpo_megatron.parts import Parts, score_shared
 from exgrpo_megatron.rewards.rules import boxed_answer
 from exgrpo_megatron.types import Group, Question, ScoredSequence, TokenIds, Trajectory
+
+ANSWERS_AT_ONCE = 1024
+"""Solutions graded, scored and handed to their owners together; the rest of the file is not in memory yet."""
 
 
 @dataclass
@@ -44,7 +49,7 @@ class PrefillReport:
         )
 
 
-def check_prefill_target(config: Config, num_ranks: int) -> Path:
+def check_prefill_target(config: Config) -> Path:
     """The folder that `experience.prefill_path` names, free to be written.
 
     Raises:
@@ -62,8 +67,6 @@ def check_prefill_target(config: Config, num_ranks: int) -> Path:
             "sft.warm_start = true: log-probs must be those of the policy a run starts with, which is not "
             "policy.model_name then; set sft.warm_start=false and policy.model_name to the folder of the warm start"
         )
-    if num_ranks > 1:
-        raise ConfigError(f"prefill was launched as {num_ranks} data-parallel processes: launch one")
     solution_column(config.data.train, "data.train")
     return Path(path)
 
@@ -80,16 +83,11 @@ def record_solutions(parts: Parts, endings: Sequence[str]) -> PrefillReport:
         ConfigError, DataError: the solutions cannot be read, or none can be stored.
     """
     report = PrefillReport()
-    answers = _verified(parts, _tokenised(parts, endings, report), report)
-    scores = parts.policy.score(
-        [(question.prompt_ids, token_ids) for question, token_ids in answers], parts.sampling.temperature
-    )
-    groups = [
-        _group(question, token_ids, score, parts.config.grpo.num_generations_per_prompt, parts.policy.version)
-        for (question, token_ids), score in zip(answers, scores, strict=True)
-    ]
-    recorded = parts.experience.record(groups, step=0, collect=True)
-    report.stored, report.duplicates = recorded.stored, recorded.duplicates
+    answers = _tokenised(parts, endings, report)
+    while some := list(islice(answers, ANSWERS_AT_ONCE)):
+        recorded = parts.experience.record(_groups(parts, some, report), step=0, collect=True)
+        report.stored += recorded.stored
+        report.duplicates += recorded.duplicates
     report.questions = parts.experience.num_questions
     if not report.stored:
         raise DataError(f"data.train: no worked solution can be replayed: {report.describe()}")
@@ -106,19 +104,17 @@ def load_prefill(parts: Parts, path: Path) -> str:
     known = {question.id for question in parts.train.questions}
     added = parts.experience.merge_file(path)
     unknown = parts.experience.keep_only(known)
-    answers = [answer for name in known for answer in parts.experience.answers(name)]
-    if not answers:
+    if not parts.experience.num_answers:
         raise ConfigError(
             f"experience.prefill_path = {str(path)!r}: none of its questions is in data.train; use the data it was "
             f"recorded on, or null"
         )
-    longest = max(len(answer.token_ids) for answer in answers)
+    longest, highest = parts.experience.extent()
     if longest > parts.sampling.max_new_tokens:
         raise ConfigError(
             f"experience.prefill_path = {str(path)!r} has answers of up to {longest} tokens, more than "
             f"policy.generation.max_new_tokens = {parts.sampling.max_new_tokens}: raise it, or make the file with it"
         )
-    highest = max(int(answer.token_ids.max()) for answer in answers)
     if highest >= parts.tokenizer.vocab_size:
         raise ConfigError(
             f"experience.prefill_path = {str(path)!r} has token id {highest}, but the tokenizer only "
@@ -133,10 +129,9 @@ def load_prefill(parts: Parts, path: Path) -> str:
 _Answer = tuple[Question, TokenIds]
 
 
-def _tokenised(parts: Parts, endings: Sequence[str], report: PrefillReport) -> list[_Answer]:
+def _tokenised(parts: Parts, endings: Sequence[str], report: PrefillReport) -> Iterator[_Answer]:
     """Every solution that a rollout could have been, with its end token."""
     questions = {question.text: question for question in parts.train.questions}
-    answers: list[_Answer] = []
     for solution in read_solutions(parts.config.data.train, "data.train"):
         question = questions.get(solution.question)
         if question is None:
@@ -149,8 +144,7 @@ def _tokenised(parts: Parts, endings: Sequence[str], report: PrefillReport) -> l
             report.unwritable += not writable
             report.too_long += writable and not fits
             if writable and fits:
-                answers.append((question, token_ids))
-    return answers
+                yield question, token_ids
 
 
 def _marker(config: Config) -> str | None:
@@ -166,14 +160,20 @@ def _responses(solution: str, gold: str, marker: str | None, endings: Sequence[s
     return [f"{working}\n{ending.replace('{answer}', gold)}".lstrip() for ending in endings]
 
 
-def _verified(parts: Parts, answers: list[_Answer], report: PrefillReport) -> list[_Answer]:
-    verdicts = parts.verifier.grade(
-        [(parts.tokenizer.decode(token_ids), question.answer) for question, token_ids in answers]
-    )
-    # A verifier may run out of time on one process and not on another, and all must score the same answers.
-    right = parts.comm.agreed([answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict.reward > 0])
-    report.wrong = len(answers) - len(right)
-    return right
+def _groups(parts: Parts, answers: list[_Answer], report: PrefillReport) -> list[Group]:
+    """A group for each answer that the verifier accepts; every process grades a part of them."""
+    comm, size = parts.comm, parts.config.grpo.num_generations_per_prompt
+    first, processes = comm.rank * comm.members + comm.member, comm.size * comm.members
+    texts = [(parts.tokenizer.decode(ids), question.answer) for question, ids in answers[first::processes]]
+    graded = zip(range(first, len(answers), processes), parts.verifier.grade(texts), strict=True)
+    verdicts = gather_parts(comm, list(graded))
+    right = [answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict.reward > 0]
+    report.wrong += len(answers) - len(right)
+    scores = score_shared(parts, [(question.prompt_ids, token_ids) for question, token_ids in right])
+    return [
+        _group(question, token_ids, score, size, parts.policy.version)
+        for (question, token_ids), score in zip(right, scores, strict=True)
+    ]
 
 
 def _group(question: Question, token_ids: TokenIds, score: ScoredSequence, size: int, version: int) -> Group:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,6 +33,9 @@ USER_ERROR, STOPPED_AT_ONCE = 2, 130
 
 PATIENCE_S = 10.0
 """How long a rank other than 0 keeps an error to itself: much longer than a launcher needs to end it."""
+
+_DEATH_S = 3.0
+"""How long after its connections are closed a killed process may still be seen."""
 
 _ENVIRONMENT_ERRORS = frozenset(
     {
@@ -92,22 +97,35 @@ def process_group(config: Config) -> Iterator[DataParallel]:
         comm.barrier()
     except (RuntimeError, UserError) as error:
         if comm.world_size > 1 and distributed.lost_rank(error):
-            raise LostRankError(
-                "another process of the run ended, and this one cannot go on without it; see its message"
-            ) from error
+            raise _lost_rank(comm) from error
         raise
     finally:
         comm.shutdown()
 
 
+def _lost_rank(comm: DataParallel) -> LostRankError:
+    """The error of a process whose collective failed for want of another one."""
+    deadline = time.monotonic() + _DEATH_S
+    while not (killed := comm.killed_ranks()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if not killed:
+        return LostRankError("another process of the run ended, and this one cannot go on without it; see its message")
+    ranks = f"rank {killed[0]}" if len(killed) == 1 else f"ranks {', '.join(map(str, killed))}"
+    return LostRankError(
+        f"{ranks} ended without a message: killed, perhaps for want of memory, of which the kernel's log would tell; "
+        "the others cannot go on without it, and the same command goes on from the newest checkpoint",
+        killed,
+    )
+
+
 @contextmanager
 def reported_errors() -> Iterator[None]:
     """Ends the process with one message and exit code 2 for what the user must change; bugs keep their traceback."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         yield
     except LostRankError as error:
-        time.sleep(2 * PATIENCE_S)  # longer than the rank that ended keeps its message to itself
-        _fail(str(error))
+        _report_lost_rank(error)
     except UserError as error:
         _fail(str(error))
     except FloatingPointError as error:
@@ -119,6 +137,21 @@ def reported_errors() -> Iterator[None]:
         _fail(f"{error.strerror}{where}: make room, mend the permissions, or choose another logger.log_dir")
     except StoppedAtOnceError:
         _fail("stopped at once: nothing is saved of the steps since the last checkpoint", STOPPED_AT_ONCE)
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _report_lost_rank(error: LostRankError) -> NoReturn:
+    if not error.killed:
+        _let_launcher_end_this()
+        time.sleep(2 * PATIENCE_S)  # longer than the rank that ended keeps its message to itself
+        _fail(str(error))
+    first_here = launched_rank() - int(os.environ.get("LOCAL_RANK", "0"))
+    if not all(rank in error.killed for rank in range(first_here, launched_rank())):
+        _let_launcher_end_this()
+        time.sleep(PATIENCE_S)
+    _write_error(str(error))
+    raise SystemExit(USER_ERROR)
 
 
 def quiet_libraries() -> None:
@@ -147,13 +180,33 @@ class _LineHandler(logging.Handler):
 def let_rank_0_speak() -> None:
     """On another rank wait: where rank 0 fails of the same, its launcher ends this process meanwhile."""
     if launched_rank():
+        _let_launcher_end_this()
         time.sleep(PATIENCE_S)
 
 
+def _let_launcher_end_this() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
+    _tell_launcher(message)
     let_rank_0_speak()
+    _write_error(message)
+    raise SystemExit(code)
+
+
+def _write_error(message: str) -> None:
     rank = launched_rank()
     whose = f"rank {rank}: " if rank else ""
     Console(stderr=True).print(f"[red]error:[/red] {escape(whose + message)}", soft_wrap=True, highlight=False)
     sys.stdout.flush()
-    raise SystemExit(code)
+
+
+def _tell_launcher(message: str) -> None:
+    """Put the message where torchrun looks for what to print of this rank, with the time by which it finds the first
+    one that failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from exgrpo_megatron.config import Config
+from exgrpo_megatron.config import Config, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
 
 NEMO_RL_ADVICE = {
@@ -40,19 +40,18 @@ NEMO_RL_ADVICE = {
     "data.train_data_path": "use data.train.path",
     "data.val_data_path": "use data.validation.path",
     "policy.dtensor_cfg": "leave it out; the actor is Megatron-Core (policy.megatron_cfg)",
-    "policy.dynamic_batching": "not supported yet; use policy.train_micro_batch_size",
     "policy.generation.colocated": "leave it out; training and rollouts share the processes",
     "policy.generation.top_k": "leave it out; recorded log-probs need the whole distribution",
     "policy.generation.top_p": "leave it out; recorded log-probs need the whole distribution",
     "policy.generation.vllm_cfg": "not supported yet; policy.generation.backend is embedded",
+    "policy.make_sequence_length_divisible_by": "leave it out; lengths are padded to what the parallel layout needs",
     "policy.hf_config_overrides": "edit config.json in policy.model_name",
     "policy.megatron_cfg.enabled": "leave it out; the actor is always Megatron-Core",
-    "policy.megatron_cfg.expert_model_parallel_size": "leave it out; models with experts are not supported",
     "policy.megatron_cfg.expert_tensor_parallel_size": "leave it out; models with experts are not supported",
     "policy.megatron_cfg.pipeline_dtype": "leave it out; it is policy.precision",
+    "policy.sequence_packing.sequence_length_round": "leave it out; only what the parallel layout needs is padded",
     "policy.optimizer": "use policy.megatron_cfg.optimizer",
     "policy.scheduler": "use policy.megatron_cfg.scheduler",
-    "policy.sequence_packing": "not supported yet; use policy.train_micro_batch_size",
     "policy.megatron_cfg.optimizer.clip_grad": "use policy.max_grad_norm",
     "sft.max_num_epochs": "use sft.max_num_steps",
 }
@@ -123,15 +122,19 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ("sequences an optimiser step", f"{policy.train_global_batch_size}"),
         ("optimiser steps a step", f"{config.updates_per_step}"),
         ("optimiser steps in all", f"{config.total_updates}"),
-        (
-            "micro-batches an optimiser step",
-            f"{-(-per_rank // policy.train_micro_batch_size)} on each of {data_parallel_size} data-parallel rank(s), "
-            f"of at most {policy.train_micro_batch_size} sequences",
-        ),
+        ("micro-batches an optimiser step", _micro_batches_text(policy, per_rank, data_parallel_size)),
         ("tokens in one sequence, at most", f"{policy.max_total_sequence_length}"),
         ("response tokens a step, at most", f"{answers * policy.generation.max_new_tokens:,}"),
         ("answers in the whole run", f"{answers * grpo.max_num_steps:,}, replayed ones included"),
     ]
+
+
+def _micro_batches_text(policy: PolicyConfig, sequences: int, data_parallel_size: int) -> str:
+    if policy.token_budget is not None:
+        kind = "packed" if policy.sequence_packing.enabled else "padded"
+        return f"as many as the lengths need, each of at most {policy.mb_tokens(train=True)} positions, {kind}"
+    size = policy.mb_sequences(train=True)
+    return f"{-(-sequences // size)} on each of {data_parallel_size} data-parallel rank(s), of at most {size} sequences"
 
 
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")

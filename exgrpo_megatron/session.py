@@ -151,10 +151,12 @@ class TrainingRun:
         return {"time/save_write_s": saved.write_s}
 
     def _snapshot(self, folder: Path) -> list[Part]:
-        """What this process writes of a checkpoint: the policy, and on the main one everything else."""
-        parts: list[Part] = [self.actor.begin_save(folder / "policy", snapshot=self.config.checkpointing.async_save)]
+        """What this process writes of a checkpoint."""
+        parts: list[Part] = [
+            self.actor.begin_save(folder / "policy", snapshot=self.config.checkpointing.async_save),
+            FilesPart(partial(self.parts.experience.snapshot().save, folder / "experience")),
+        ]
         if self.comm.is_main:
-            parts.append(FilesPart(partial(self.parts.experience.snapshot().save, folder / "experience")))
             parts.append(FilesPart(partial(self._write_recipe, folder / RECIPE_FILE)))
         return parts
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
-from exgrpo_megatron.experience.buffer import RecordReport
+from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.metrics import ratio_summary
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rewards.alarm import verdict_counts
@@ -144,6 +144,7 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/replayed_questions": len(ages),
         "experience/buffer_questions": experience.num_questions,
         "experience/stored_answers": experience.num_answers,
+        "experience/shard_answers": max(parts.comm.all_gather(experience.num_own_answers)),
         "experience/retired": len(experience.retired),
         "experience/retired_this_step": len(report.retired),
         "experience/stored_this_step": report.stored,
@@ -162,7 +163,8 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
 def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     """Mean over the step's optimiser steps; ratios over all of their tokens."""
     updates = record.updates
-    terms = _joined([part for update in parts.comm.all_gather([u.terms for u in updates]) for part in update])
+    everyone = [update for rank in parts.comm.all_gather(updates) for update in rank]
+    terms = _joined([update.terms for update in everyone])
     fresh = ~terms.replayed
     bound = parts.config.loss_fn.max_abs_log_ratio
     return {
@@ -173,11 +175,16 @@ def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "policy/learning_rate": updates[-1].learning_rate,
         "policy/skipped_updates": sum(update.skipped for update in updates),
         "policy/clip_share": float(terms.clipped[fresh].mean()) if fresh.any() else 0.0,
+        "policy/padding_share": _ratio(everyone, "num_padding", "num_positions"),
         "policy/clamped_ratios": int((np.abs(terms.log_ratio) > bound).sum()),
         "policy/version": parts.policy.version,
         **ratio_summary("ratio_fresh", terms.log_ratio[fresh]),
         **ratio_summary("ratio_replayed", terms.log_ratio[terms.replayed]),
     }
+
+
+def _ratio(updates: list[UpdateResult], part: str, whole: str) -> float:
+    return sum(getattr(update, part) for update in updates) / sum(getattr(update, whole) for update in updates)
 
 
 def _joined(parts: list[LossTerms]) -> LossTerms:

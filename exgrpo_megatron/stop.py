@@ -30,10 +30,17 @@ class StopSignal:
 
     @contextmanager
     def installed(self) -> Iterator[StopSignal]:
-        """Handles the signals inside the block."""
+        """Handles the signals inside the block.
+
+        Where an error leaves it, SIGTERM is ignored from then on: the process is ending, and a launcher that ends all
+        ranks because one of them is lost shall not cut off what this one has to say of it.
+        """
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield self
+        except Exception:
+            before[signal.SIGTERM] = _ignored  # not SIG_IGN, which processes started later would inherit
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -47,3 +54,7 @@ class StopSignal:
                 os.write(2, _NOTICE)
         elif now - self._requested_at > SAME_REQUEST_S:
             raise StoppedAtOnceError
+
+
+def _ignored(_number: int, _frame: FrameType | None) -> None:
+    return None

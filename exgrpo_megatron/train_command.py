@@ -11,7 +11,7 @@ from rich.console import Console
 
 from exgrpo_megatron import build, question_checks, session
 from exgrpo_megatron.build import Inputs
-from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.metrics import read_metrics
@@ -78,7 +78,8 @@ def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
 
 def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal) -> Path | None:
     """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
-    build.check_prefill(config)
+    with together(comm):
+        build.check_prefill(config)
     if comm.is_main and config.env.math.check_gold:
         for line in question_checks.check_gold_answers(config, inputs):
             say(comm, line)

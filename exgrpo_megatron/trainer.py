@@ -12,16 +12,17 @@ import numpy as np
 from exgrpo_megatron.algorithm.batch import balanced_shares, minibatches, objective, train_sequences
 from exgrpo_megatron.algorithm.chance import stable_seed
 from exgrpo_megatron.algorithm.replay_schedule import ReplaySchedule, num_replayed
-from exgrpo_megatron.comm import all_gather_concat
-from exgrpo_megatron.experience.buffer import RecordReport
+from exgrpo_megatron.comm import all_gather_concat, in_order
+from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.experience.selection import choose_answer, needs_scoring
-from exgrpo_megatron.experience.text_form import as_text_answer
-from exgrpo_megatron.parts import Parts
+from exgrpo_megatron.experience.text_form import as_text_answer, as_text_tokens
+from exgrpo_megatron.parts import Parts, score_shared
 from exgrpo_megatron.rewards.alarm import RewardAlarm
 from exgrpo_megatron.rewards.verifier import Verdict
-from exgrpo_megatron.rollout.protocol import SampleRequest
+from exgrpo_megatron.rollout.protocol import SampledResponse, SampleRequest
+from exgrpo_megatron.rollout.sharing import sample_share
 from exgrpo_megatron.step_metrics import StepClock, StepRecord, pass_rate, step_metrics, step_warnings
-from exgrpo_megatron.types import Group, Question, StoredAnswer, TokenIds, Trajectory, UpdateResult
+from exgrpo_megatron.types import Group, Question, ScoredSequence, StoredAnswer, Trajectory, UpdateResult
 
 QUESTIONS_BEYOND_A_BATCH = 20
 """The stream of new questions is never reduced to fewer than a batch and these, as in the released code."""
@@ -64,6 +65,9 @@ class Trainer:
         self.schedule = ReplaySchedule(parts.config.experience)
         self.alarm = RewardAlarm(parts.config.env.math)
         self.questions = {question.id: question for question in parts.train.questions}
+        tokenizer = parts.tokenizer
+        decode = partial(tokenizer.decode, special_tokens=True)
+        self._text_form = (decode, tokenizer.encode, tokenizer.eos_text, tokenizer.eos_id)
         self.last_step = 0
         self.skipped_updates = 0
 
@@ -142,102 +146,85 @@ class Trainer:
 
     def _select_answers(self, drawn: list[str], step: int) -> _Selection:
         """For each drawn question the stored answer to replay; only the drawn questions' answers are scored."""
-        candidates = [self._stored_answers(question_id) for question_id in drawn]
-        choice = self.config.experience.answer_choice
+        experience, choice = self.parts.experience, self.config.experience.answer_choice
         assert choice is not None
-        pairs = [
-            (self.questions[question_id].prompt_ids, answer.token_ids)
-            for question_id, answers in zip(drawn, candidates, strict=True)
-            if needs_scoring(choice, len(answers))
-            for answer, _ in answers
-        ]
-        scores = iter(self._score(pairs))
+        scored = self._scored_candidates([name for name in drawn if needs_scoring(choice, experience.count(name))])
         rng = _generator(self.config.grpo.seed, step, "answer")
-        slots, num_padded = [], 0
-        for question_id, answers in zip(drawn, candidates, strict=True):
-            scored = [next(scores) if needs_scoring(choice, len(answers)) else None for _ in answers]
-            answer, padded = answers[choose_answer(choice, scored, rng)]
-            slots.append(_Slot(self.questions[question_id], answer))
-            num_padded += padded
-        return _Selection(slots, len(pairs), num_padded)
-
-    def _stored_answers(self, question_id: str) -> list[tuple[StoredAnswer, int]]:
-        """The question's answers as they would be replayed, each with its number of made-up log-probs."""
-        answers = self.parts.experience.answers(question_id)
-        if self.config.experience.stored_answer == "tokens":
-            return [(answer, 0) for answer in answers]
-        tokenizer = self.parts.tokenizer
-        decode = partial(tokenizer.decode, special_tokens=True)
-        return [
-            as_text_answer(answer, decode, tokenizer.encode, tokenizer.eos_text, tokenizer.eos_id) for answer in answers
+        chosen = [
+            (name, choose_answer(choice, scored.get(name, [None] * experience.count(name)), rng)) for name in drawn
         ]
+        replayed = [self._as_replayed(answer) for answer in experience.fetch(chosen)]
+        slots = [_Slot(self.questions[name], answer) for name, (answer, _) in zip(drawn, replayed, strict=True)]
+        return _Selection(slots, sum(map(len, scored.values())), sum(padded for _, padded in replayed))
 
-    def _score(self, pairs: list[tuple[TokenIds, TokenIds]]) -> list[Any]:
-        """Scores under the current policy, each rank scoring its share; in the order of `pairs`."""
-        comm = self.parts.comm
-        share = balanced_shares([len(prompt) + len(response) for prompt, response in pairs], comm.size)[comm.rank]
-        scored = self.parts.policy.score([pairs[i] for i in share], self.parts.sampling.temperature)
-        return _in_order(all_gather_concat(comm, list(zip(share, scored, strict=True))))
+    def _scored_candidates(self, question_ids: list[str]) -> dict[str, list[ScoredSequence]]:
+        """Question id -> scores of all its stored answers, in the form in which they would be replayed."""
+        as_text = self.config.experience.stored_answer == "text"
+        pairs = [
+            (name, as_text_tokens(token_ids, *self._text_form) if as_text else token_ids)
+            for name, listed in zip(question_ids, self.parts.experience.token_ids(question_ids), strict=True)
+            for token_ids in listed
+        ]
+        scores = score_shared(self.parts, [(self.questions[name].prompt_ids, token_ids) for name, token_ids in pairs])
+        scored: dict[str, list[ScoredSequence]] = {name: [] for name in question_ids}
+        for (name, _), score in zip(pairs, scores, strict=True):
+            scored[name].append(score)
+        return scored
+
+    def _as_replayed(self, answer: StoredAnswer) -> tuple[StoredAnswer, int]:
+        """The answer as it is replayed, and its number of made-up log-probs."""
+        if self.config.experience.stored_answer == "tokens":
+            return answer, 0
+        return as_text_answer(answer, *self._text_form)
 
     def _graded_rollouts(self, slots: list[_Slot], step: int, clock: StepClock) -> tuple[list[Group], list[Verdict]]:
-        """Every slot's group with rewards and old log-probs; each rank samples, grades and scores its share."""
+        """Every slot's group with rewards and old log-probs; each process samples and grades its part of the share that
+        its data-parallel rank scores."""
         comm = self.parts.comm
         mine = list(range(comm.rank, len(slots), comm.size))
         with clock.phase("rollout"):
-            groups = comm.agreed(self._sample([slots[i] for i in mine], step))
+            sampled = self._sample([slots[i] for i in mine], step)
         with clock.phase("reward"):
-            groups, verdicts = self._grade(groups)
+            graded = list(zip(sampled, self._grade(list(sampled.values())), strict=True))
+        share = in_order(pair for part in comm.gather_members(graded) for pair in part)
+        groups, verdicts = [group for group, _ in share], [listed for _, listed in share]
         if self.config.loss_fn.old_logprobs == "recomputed":
             with clock.phase("old_logprobs"):
                 groups = self._recomputed_logprobs(groups)
-        everyone = _in_order(all_gather_concat(comm, list(zip(mine, zip(groups, verdicts, strict=True), strict=True))))
+        everyone = in_order(all_gather_concat(comm, list(zip(mine, zip(groups, verdicts, strict=True), strict=True))))
         return [group for group, _ in everyone], [verdict for _, listed in everyone for verdict in listed]
 
-    def _sample(self, slots: list[_Slot], step: int) -> list[Group]:
-        """K new answers for a new question, K-1 and the stored one for a replayed question."""
-        members = self.config.grpo.num_generations_per_prompt
-        requests = [
-            SampleRequest(
-                slot.question.prompt_ids,
-                tuple(
-                    stable_seed(self.config.grpo.seed, step, slot.question.id, slot.stored is not None, index)
-                    for index in range(members - (slot.stored is not None))
-                ),
-            )
-            for slot in slots
-        ]
-        sampled = self.parts.engine.sample(requests, self.parts.sampling)
-        return [
-            Group(
-                slot.question,
-                (
-                    *(
-                        Trajectory(new.token_ids, new.logprobs, 0.0, False, new.stop_reason, new.policy_version)
-                        for new in responses
-                    ),
-                    *_replayed_member(slot.stored),
-                ),
-            )
-            for slot, responses in zip(slots, sampled, strict=True)
-        ]
+    def _sample(self, slots: list[_Slot], step: int) -> dict[int, Group]:
+        """By index the groups of this process's part of the slots: K new answers for a new question, K-1 and the stored
+        one for a replayed question."""
+        requests = [self._request(slot, step) for slot in slots]
+        sampled = sample_share(self.parts.engine, requests, self.parts.sampling, self.parts.comm)
+        return {index: _group(slots[index], responses) for index, responses in sampled.items()}
 
-    def _grade(self, groups: list[Group]) -> tuple[list[Group], list[list[Verdict]]]:
-        """The groups with rewards, and the verdicts of their new answers."""
+    def _request(self, slot: _Slot, step: int) -> SampleRequest:
+        replayed = slot.stored is not None
+        seeds = (
+            stable_seed(self.config.grpo.seed, step, slot.question.id, replayed, index)
+            for index in range(self.config.grpo.num_generations_per_prompt - replayed)
+        )
+        return SampleRequest(slot.question.prompt_ids, tuple(seeds))
+
+    def _grade(self, groups: list[Group]) -> list[tuple[Group, list[Verdict]]]:
+        """The groups with rewards, each with the verdicts of its new answers."""
         items = [
             (self.parts.tokenizer.decode(member.token_ids), group.question.answer)
             for group in groups
             for member in group.trajectories
         ]
         verdicts = iter(self.parts.verifier.grade(items))
-        graded, new_verdicts = [], []
+        graded = []
         for group in groups:
-            own = [next(verdicts) for _ in group.trajectories]
-            members = zip(group.trajectories, own, strict=True)
-            rewarded = tuple(replace(member, reward=verdict.reward) for member, verdict in members)
-            graded.append(Group(group.question, rewarded))
-            pairs = zip(group.trajectories, own, strict=True)
-            new_verdicts.append([verdict for member, verdict in pairs if not member.replayed])
-        return graded, new_verdicts
+            pairs = [(member, next(verdicts)) for member in group.trajectories]
+            rewarded = tuple(replace(member, reward=verdict.reward) for member, verdict in pairs)
+            graded.append(
+                (Group(group.question, rewarded), [verdict for member, verdict in pairs if not member.replayed])
+            )
+        return graded
 
     def _recomputed_logprobs(self, groups: list[Group]) -> list[Group]:
         """New answers' log-probs recomputed by the policy before the update; replayed ones keep the recorded."""
@@ -291,14 +278,18 @@ class Trainer:
         return report, self.parts.order.remove(report.retired, reserve)
 
 
+def _group(slot: _Slot, responses: list[SampledResponse]) -> Group:
+    new = (
+        Trajectory(response.token_ids, response.logprobs, 0.0, False, response.stop_reason, response.policy_version)
+        for response in responses
+    )
+    return Group(slot.question, (*new, *_replayed_member(slot.stored)))
+
+
 def _replayed_member(stored: StoredAnswer | None) -> tuple[Trajectory, ...]:
     if stored is None:
         return ()
     return (Trajectory(stored.token_ids, stored.logprobs, 0.0, True, "stop", stored.policy_version),)
-
-
-def _in_order(indexed: list[tuple[int, Any]]) -> list[Any]:
-    return [value for _, value in sorted(indexed, key=lambda pair: pair[0])]
 
 
 def _generator(run_seed: int, step: int, name: str) -> np.random.Generator:

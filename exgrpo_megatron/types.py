@@ -132,4 +132,7 @@ class UpdateResult:
     skipped: bool
     """Loss or norm was not finite, or the norm above the bound: weights and optimiser state are unchanged."""
     learning_rate: float
+    num_positions: int
+    """Of this data-parallel rank's micro-batches, padding included."""
+    num_padding: int
     terms: LossTerms = field(repr=False)

@@ -85,6 +85,12 @@ class Architecture:
         )
 
 
+def padded_vocab_size(vocab: int, divisible_by: int, tp_size: int) -> int:
+    """The vocabulary rows Megatron allocates: `vocab` rounded up to a multiple of `divisible_by * tp_size`."""
+    multiple = divisible_by * tp_size
+    return -(-vocab // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class _Model:
     """One `model_type`: its tensor table and what transformers assumes where config.json is silent."""

@@ -17,24 +17,11 @@ from torch import Tensor
 
 from exgrpo_conversion._shards import INDEX_FILE, SINGLE_FILE, ShardWriter, sync
 from exgrpo_conversion.architecture import Architecture
+from exgrpo_conversion.config_file import CONFIG_FILE, read_config, read_json
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.mapping import manifest
 
-__all__ = ["HFReader", "ModelFolderError", "read_config", "write_hf_folder"]
-
-CONFIG_FILE = "config.json"
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The dictionary in the folder's config.json.
-
-    Raises:
-        ModelFolderError: no such folder or file, or not a JSON object.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelFolderError(f"{folder} is not a folder: give the path of a Hugging Face model folder")
-    return _read_json(folder / CONFIG_FILE)
+__all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "write_hf_folder"]
 
 
 class HFReader:
@@ -190,7 +177,7 @@ def _shard_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         raise ModelFolderError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors weights can be read"
         )
-    index = _read_json(folder / INDEX_FILE).get("weight_map")
+    index = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ModelFolderError(f"{folder / INDEX_FILE} has no weight_map")
     for name, file in index.items():
@@ -209,18 +196,6 @@ def _open_shard(path: Path) -> Any:
         raise ModelFolderError(
             f"{path} is no complete safetensors file ({size} bytes; {error}): download or export it again"
         ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path} is missing") from None
-    except ValueError as error:
-        raise ModelFolderError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelFolderError(f"{path} holds a {type(content).__name__}, not a JSON object")
-    return content
 
 
 def _shortened(items: list[str], limit: int = 8) -> str:

@@ -139,12 +139,6 @@ def check_tensor_parallel(arch: Architecture, tp_size: int) -> None:
             raise UnsupportedModelError(key, size, f"a multiple of the tensor-parallel size {tp_size}")
 
 
-def padded_vocab_size(vocab: int, divisible_by: int, tp_size: int) -> int:
-    """The vocabulary rows Megatron allocates: `vocab` rounded up to a multiple of `divisible_by * tp_size`."""
-    multiple = divisible_by * tp_size
-    return -(-vocab // multiple) * multiple
-
-
 def pad_vocab(weight: Float[Tensor, "vocab hidden"], rows: int) -> Float[Tensor, "rows hidden"]:
     """`weight` with zero rows appended up to `rows`."""
     vocab, hidden = weight.shape

@@ -1,6 +1,8 @@
-"""The stored answers themselves, by question; the part that a data-parallel rank may own a share of."""
+"""The stored answers themselves, by question; the part of which a data-parallel rank owns a share."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -33,6 +35,11 @@ class AnswerStore:
     def get(self, question_id: str) -> tuple[StoredAnswer, ...]:
         """The question's answers; none for a question that is not stored."""
         return tuple(self._answers.get(question_id, ()))
+
+    def items(self) -> Iterator[tuple[str, tuple[StoredAnswer, ...]]]:
+        """Every question with its answers."""
+        for question_id, answers in self._answers.items():
+            yield question_id, tuple(answers)
 
     def remove(self, question_id: str) -> int:
         """Forget the question's answers; returns how many there were."""

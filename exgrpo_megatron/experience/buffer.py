@@ -1,87 +1,53 @@
-"""The experience buffer E and the retired set S of Algorithm 1 (arXiv:2510.02245)."""
+"""The experience buffer E and the retired set S of Algorithm 1 (arXiv:2510.02245), spread over data-parallel ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.errors import CheckpointError
-from exgrpo_megatron.experience.answers import AnswerStore, answer_fault
+from exgrpo_megatron.experience.answers import AnswerStore
 from exgrpo_megatron.experience.buckets import bucket_counts
+from exgrpo_megatron.experience.changes import Change, Kept, changes_of
 from exgrpo_megatron.experience.files import (
-    ANSWERS_FILE,
     SUMMARY_FILE,
+    ExperienceSnapshot,
     Row,
     Summary,
-    read_answers,
+    answers_file,
+    find_answers_files,
     read_summary,
-    write_answers,
-    write_summary,
 )
 from exgrpo_megatron.experience.index import QuestionIndex
-from exgrpo_megatron.types import Group, StoredAnswer, Trajectory
-
-
-@dataclass(frozen=True)
-class RefusedAnswer:
-    """A correct answer that was not stored because it could not have been replayed."""
-
-    question_id: str
-    reason: str
-
-
-@dataclass
-class RecordReport:
-    """What became of the groups of one step."""
-
-    stored: int = 0
-    """New answers stored."""
-    duplicates: int = 0
-    """Correct answers whose token ids were stored already."""
-    not_collected: int = 0
-    """Correct answers left out because nothing is collected yet."""
-    unsolved: int = 0
-    """Groups without a correct answer: nothing changes for their questions."""
-    already_retired: int = 0
-    """Groups of questions retired before this step: nothing is stored for them."""
-    retired: list[str] = field(default_factory=list)
-    """Questions newly retired."""
-    refused: list[RefusedAnswer] = field(default_factory=list)
-
-
-@dataclass
-class MergeReport:
-    """What was taken from an experience file."""
-
-    questions: int = 0
-    """Questions that were not stored before."""
-    answers: int = 0
-    """Answers added."""
-    duplicates: int = 0
-    """Answers left out because their token ids were stored already."""
-    retired: int = 0
-    """Answers left out because their question is retired here."""
+from exgrpo_megatron.experience.partition import owner_of, shard_of
+from exgrpo_megatron.experience.reading import Listing, read_answers, read_index
+from exgrpo_megatron.experience.reports import MergeReport, RecordReport
+from exgrpo_megatron.types import Group, StoredAnswer, TokenIds
 
 
 class ExperienceBuffer:
     """Correct answers by question, questions by bucket, and the questions that are solved for good.
 
-    The index (question -> bucket, number of answers) decides every draw and is separate from the answers, so that the
-    same index on every rank gives the same draw wherever the answers are kept.
+    Every process holds the index (question -> bucket, number of answers) and the retired questions, and changes them
+    alike: draws depend on them only, and so not on the number of ranks. The answers of a question are kept by one
+    process, the first of the data-parallel rank that owns its shard. Methods marked collective must be called on
+    every process with the same arguments.
     """
 
-    def __init__(self, config: ExperienceConfig, group_size: int) -> None:
+    def __init__(self, config: ExperienceConfig, group_size: int, comm: Communicator) -> None:
         assert config.bucket_weight is not None, "experience.bucket_weight is unresolved"
         self._enabled = config.enabled
         self._bucket_weight = config.bucket_weight
         self._bucket_sigma = config.bucket_sigma
         self._group_size = group_size
+        self._comm = comm
         self._index = QuestionIndex(group_size)
-        self._answers = AnswerStore()
+        self._own = AnswerStore()
         self._retired: set[str] = set()
 
     @property
@@ -90,7 +56,13 @@ class ExperienceBuffer:
 
     @property
     def num_answers(self) -> int:
-        return self._answers.num_answers
+        """Over all ranks."""
+        return self._index.total_answers
+
+    @property
+    def num_own_answers(self) -> int:
+        """Kept by this process."""
+        return self._own.num_answers
 
     @property
     def retired(self) -> frozenset[str]:
@@ -103,9 +75,17 @@ class ExperienceBuffer:
         """Number of stored questions by k, for every k in 1..K-1."""
         return dict(enumerate(self._index.sizes.tolist(), start=1))
 
-    def answers(self, question_id: str) -> tuple[StoredAnswer, ...]:
-        """The question's stored answers, oldest first; none where it is not stored."""
-        return self._answers.get(question_id)
+    def count(self, question_id: str) -> int:
+        """How many answers are stored for the question; known on every process."""
+        return self._index.num_answers(question_id)
+
+    def questions(self) -> Iterator[tuple[str, int]]:
+        """Every stored question and its bucket, in the order that decides draws."""
+        return self._index.items()
+
+    def own_answers(self) -> Iterator[tuple[str, tuple[StoredAnswer, ...]]]:
+        """What this process keeps, by question."""
+        return self._own.items()
 
     def draw(self, n: int, rng: np.random.Generator, exclude: Collection[str] = frozenset()) -> list[str]:
         """Min(n, available) distinct questions to replay: a bucket by its weight, then uniformly within it.
@@ -123,154 +103,176 @@ class ExperienceBuffer:
         ]
         return [drawn[i] for i in rng.permutation(len(drawn))]
 
+    def token_ids(self, question_ids: Sequence[str]) -> list[list[TokenIds]]:
+        """Of each question the token ids of its answers, oldest first, without their log-probs; collective."""
+        mine = {name: [answer.token_ids for answer in self._own.get(name)] for name in question_ids if self._owns(name)}
+        found = {name: ids for part in self._comm.all_gather(mine) for name, ids in part.items()}
+        return [found[name] for name in question_ids]
+
+    def fetch(self, chosen: Sequence[tuple[str, int]]) -> list[StoredAnswer]:
+        """The answers named by (question id, index among its answers, oldest first); collective."""
+        mine = {(name, i): self._own.get(name)[i] for name, i in chosen if self._owns(name)}
+        found = {key: answer for part in self._comm.all_gather(mine) for key, answer in part.items()}
+        return [found[key] for key in chosen]
+
+    def answers(self, question_id: str) -> tuple[StoredAnswer, ...]:
+        """All answers of one question, oldest first; none where it is not stored. Collective."""
+        return tuple(self.fetch([(question_id, index) for index in range(self.count(question_id))]))
+
+    def extent(self) -> tuple[int, int]:
+        """Tokens of the longest answer and the highest token id of any; (0, -1) where there is none. Collective."""
+        mine = [answer.token_ids for _, answers in self._own.items() for answer in answers]
+        ends = (max(map(len, mine), default=0), max((int(ids.max()) for ids in mine), default=-1))
+        longest, highest = zip(*self._comm.all_gather(ends), strict=True)
+        return max(longest), max(highest)
+
     def record(self, groups: list[Group], *, step: int, collect: bool) -> RecordReport:
         """Take in the rewarded groups of a step, in order; `collect`: whether new correct answers are stored.
 
-        With k correct of K: k == K retires the question and forgets its answers; 0 < k < K stores the new correct
-        answers and makes k the bucket of the question, if it has stored answers; k == 0 changes nothing. An answer
-        without exactly one finite log-prob a token is refused. Does nothing where `experience.enabled` is false.
+        Collective, with all groups on every process. With k correct of K: k == K retires the question and forgets its
+        answers; 0 < k < K stores the new correct answers and makes k the bucket of the question, if it has stored
+        answers; k == 0 changes nothing. An answer without exactly one finite log-prob a token is refused. Does nothing
+        where `experience.enabled` is false.
 
         Raises:
             ValueError: a group is not of the buffer's group size.
         """
-        report = RecordReport()
-        for group in groups if self._enabled else []:
+        if not self._enabled:
+            return RecordReport()
+        for group in groups:
             if group.size != self._group_size:
                 raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._group_size}")
-            self._record_group(group, step, collect, report)
+        changes, report = changes_of(groups, self._retired, step=step, collect=collect)
+        mine = {number: self._keep(change) for number, change in enumerate(changes) if self._owns(change.question_id)}
+        kept = {number: some for part in self._comm.all_gather(mine) for number, some in part.items()}
+        for number, change in enumerate(changes):
+            self._apply(change, kept[number], report)
         return report
 
     def keep_only(self, known: Collection[str]) -> int:
         """Forget stored questions that are not in `known` (a hash set); returns how many were forgotten."""
         unknown = [question_id for question_id, _ in self._index.items() if question_id not in known]
         for question_id in unknown:
-            self._forget(question_id)
+            self._own.remove(question_id)
+            self._index.remove(question_id)
         return len(unknown)
 
     def save(self, folder: Path) -> None:
-        """Write the two experience files into `folder`, which is made if need be."""
-        self.snapshot().save(folder)
-
-    def snapshot(self) -> ExperienceSnapshot:
-        """The buffer as it is now, to be saved while it changes. Stored answers never change: they are not copied."""
-        summary = Summary(self._group_size, self.num_questions, self.num_answers, tuple(sorted(self._retired)))
-        return ExperienceSnapshot(tuple(self._rows()), summary)
-
-    def load(self, folder: Path) -> None:
-        """Become the buffer that was saved, with the same future draws; on an error nothing is changed.
+        """Write this process's answers into `folder`, which is made if need be, and the summary once; collective.
 
         Raises:
-            CheckpointError: a file is missing, damaged or disagrees with the other; names the file and the row.
+            OSError: on every process, where one cannot write.
         """
-        summary = read_summary(folder / SUMMARY_FILE)
-        rows = read_answers(folder / ANSWERS_FILE, self._group_size)
-        retired = set(summary.retired)
-        _check_agreement(folder, summary, rows, retired)
-        self._index, self._answers, self._retired = QuestionIndex(self._group_size), AnswerStore(), retired
-        self._add_rows(rows, MergeReport())
+        with together(self._comm):
+            self.snapshot().save(folder)
+
+    def snapshot(self) -> ExperienceSnapshot:
+        """This process's part of the buffer as it is now, to be saved while the buffer changes.
+
+        Stored answers never change: they are not copied.
+        """
+        comm, summary = self._comm, None
+        if comm.is_main:
+            retired = tuple(sorted(self._retired))
+            summary = Summary(self._group_size, self.num_questions, self.num_answers, retired)
+        file = answers_file(comm.rank, comm.size) if comm.member == 0 else None
+        return ExperienceSnapshot(self._group_size, file, tuple(self._rows()), summary)
+
+    def load(self, folder: Path) -> None:
+        """Become the buffer that was saved, on whatever number of ranks, with the same future draws; collective.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or disagrees with another; names the file and the row. It is
+                raised on every process, and nothing is changed.
+        """
+        with together(self._comm):
+            summary = read_summary(folder / SUMMARY_FILE)
+            files = find_answers_files(folder)
+            listings = read_index(files, self._group_size)
+            own = read_answers(files, self._group_size, self._owns)
+            retired = set(summary.retired)
+            _check_agreement(folder, summary, listings, retired)
+        self._index, self._own, self._retired = QuestionIndex(self._group_size), own, retired
+        for question in listings:
+            self._index.put(question.question_id, question.bucket, question.num_answers)
 
     def merge_file(self, path: Path) -> MergeReport:
-        """Add the answers of an experience file of another run (the Parquet file, or the folder it is in).
+        """Add the answers of another run (its experience folder, or the one Parquet file that has them); collective.
 
         A question stored here keeps its bucket, one retired here stays away, and the other run's retired questions
         are not taken over. Answers count as stored at step 0: the other run's steps say nothing about their age here.
-        On an error nothing is changed.
 
         Raises:
-            CheckpointError: the file is missing, damaged or for another group size; names the file and the row.
+            CheckpointError: a file is missing, damaged or for another group size; names the file and the row. It is
+                raised on every process, and nothing is changed.
         """
-        rows = read_answers(path / ANSWERS_FILE if path.is_dir() else path, self._group_size)
+        with together(self._comm):
+            files = find_answers_files(path)
+            listings = read_index(files, self._group_size)
+            theirs = read_answers(files, self._group_size, self._owns)
+        mine = {
+            name: self._adopt(name, [replace(answer, step=0) for answer in answers])
+            for name, answers in theirs.items()
+            if name not in self._retired
+        }
+        kept = {name: some for part in self._comm.all_gather(mine) for name, some in part.items()}
         report = MergeReport()
-        self._add_rows([replace(row, answer=replace(row.answer, step=0)) for row in rows], report)
+        for question in listings:
+            self._list(question, kept.get(question.question_id), report)
         return report
 
-    def _record_group(self, group: Group, step: int, collect: bool, report: RecordReport) -> None:
-        question_id, num_correct = group.question.id, group.num_correct
-        if question_id in self._retired:
-            report.already_retired += 1
-        elif num_correct == 0:
-            report.unsolved += 1
-        elif num_correct == self._group_size:
-            self._forget(question_id)
-            self._retired.add(question_id)
-            report.retired.append(question_id)
-        else:
-            self._store_correct(group, step, collect, report)
-            num_answers = self._answers.count(question_id)
-            if num_answers:
-                self._index.put(question_id, num_correct, num_answers)
+    def _owns(self, question_id: str) -> bool:
+        comm = self._comm
+        return comm.member == 0 and owner_of(shard_of(question_id), comm.size) == comm.rank
 
-    def _store_correct(self, group: Group, step: int, collect: bool, report: RecordReport) -> None:
-        for member in group.trajectories:
-            if member.reward > 0 and not member.replayed:
-                if collect:
-                    self._store(group.question.id, member, step, report)
-                else:
-                    report.not_collected += 1
+    def _keep(self, change: Change) -> Kept:
+        if change.solved:
+            self._own.remove(change.question_id)
+            return Kept(0, 0, 0)
+        return self._adopt(change.question_id, change.answers)
 
-    def _store(self, question_id: str, member: Trajectory, step: int, report: RecordReport) -> None:
-        fault = answer_fault(member.token_ids, member.logprobs)
-        if fault is not None:
-            report.refused.append(RefusedAnswer(question_id, fault))
-        elif self._answers.add(
-            question_id, StoredAnswer(member.token_ids, member.logprobs, member.policy_version, step)
-        ):
-            report.stored += 1
-        else:
-            report.duplicates += 1
+    def _adopt(self, question_id: str, answers: Sequence[StoredAnswer]) -> Kept:
+        stored = sum(self._own.add(question_id, answer) for answer in answers)
+        return Kept(stored, len(answers) - stored, self._own.count(question_id))
 
-    def _forget(self, question_id: str) -> None:
-        self._answers.remove(question_id)
-        if question_id in self._index:
-            self._index.remove(question_id)
+    def _apply(self, change: Change, kept: Kept, report: RecordReport) -> None:
+        report.stored += kept.stored
+        report.duplicates += kept.duplicates
+        if change.solved:
+            self._retired.add(change.question_id)
+            if change.question_id in self._index:
+                self._index.remove(change.question_id)
+        elif kept.num_answers:
+            self._index.put(change.question_id, change.bucket, kept.num_answers)
+
+    def _list(self, question: Listing, kept: Kept | None, report: MergeReport) -> None:
+        """Enter a question of a file; `kept` is None where it is retired here."""
+        if kept is None:
+            report.retired += question.num_answers
+            return
+        name = question.question_id
+        known = name in self._index
+        self._index.put(name, self._index.bucket(name) if known else question.bucket, kept.num_answers)
+        report.questions += not known
+        report.answers += kept.stored
+        report.duplicates += kept.duplicates
 
     def _rows(self) -> Iterator[Row]:
-        """In the order of the bucket lists, which is thereby saved."""
-        for question_id, bucket in self._index.items():
-            for answer_index, answer in enumerate(self._answers.get(question_id)):
-                yield Row(question_id, bucket, answer_index, answer)
-
-    def _add_rows(self, rows: list[Row], report: MergeReport) -> None:
-        for row in rows:
-            if row.question_id in self._retired:
-                report.retired += 1
-                continue
-            known = row.question_id in self._index
-            added = self._answers.add(row.question_id, row.answer)
-            bucket = self._index.bucket(row.question_id) if known else row.bucket
-            self._index.put(row.question_id, bucket, self._answers.count(row.question_id))
-            report.questions += not known
-            report.answers += added
-            report.duplicates += not added
+        """Of what this process keeps, shard by shard, so that another number of ranks can pass over what is not its."""
+        places = ((shard_of(name), bucket, name) for name, bucket in self._index.items() if self._own.count(name))
+        for _, bucket, name in sorted(places, key=lambda place: place[0]):
+            for answer_index, answer in enumerate(self._own.get(name)):
+                yield Row(name, bucket, self._index.position(name), answer_index, answer)
 
 
-@dataclass(frozen=True)
-class ExperienceSnapshot:
-    """What a buffer held at one moment."""
-
-    rows: tuple[Row, ...]
-    summary: Summary
-
-    def save(self, folder: Path) -> list[Path]:
-        """Write the two experience files into `folder`, which is made if need be, and return them; in any thread."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_answers(folder / ANSWERS_FILE, self.rows, self.summary.group_size)
-        write_summary(folder / SUMMARY_FILE, self.summary)
-        return [folder / ANSWERS_FILE, folder / SUMMARY_FILE]
-
-
-def _check_agreement(folder: Path, summary: Summary, rows: list[Row], retired: set[str]) -> None:
-    """The two files must be of the same buffer, and no retired question may have answers."""
-    path = folder / ANSWERS_FILE
-    found = (len({row.question_id for row in rows}), len(rows))
+def _check_agreement(folder: Path, summary: Summary, listings: list[Listing], retired: set[str]) -> None:
+    """All files must be of the same buffer, and no retired question may have answers."""
+    found = (len(listings), sum(question.num_answers for question in listings))
     if found != (summary.num_questions, summary.num_answers):
         raise CheckpointError(
-            f"{path}: it holds {found[0]} questions and {found[1]} answers, but {SUMMARY_FILE} beside it says "
+            f"{folder}: its files hold {found[0]} questions and {found[1]} answers, but {SUMMARY_FILE} says "
             f"{summary.num_questions} and {summary.num_answers}. Use another checkpoint."
         )
-    for number, row in enumerate(rows):
-        if row.question_id in retired:
-            raise CheckpointError(
-                f"{path}: row {number}, question {row.question_id!r}: it is retired according to {SUMMARY_FILE}. "
-                "Use another checkpoint."
-            )
+    for question in listings:
+        if question.question_id in retired:
+            raise question.fault(f"it is retired according to {SUMMARY_FILE}")

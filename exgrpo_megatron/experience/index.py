@@ -27,6 +27,7 @@ class QuestionIndex:
     def __init__(self, group_size: int) -> None:
         self._buckets: list[list[str]] = [[] for _ in range(group_size - 1)]
         self._entries: dict[str, _Entry] = {}
+        self._total_answers = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -38,10 +39,12 @@ class QuestionIndex:
         """Add the question, or move it to `bucket` (1..K-1)."""
         entry = self._entries.get(question_id)
         if entry is not None and entry.bucket == bucket:
+            self._total_answers += num_answers - entry.num_answers
             entry.num_answers = num_answers
             return
         if entry is not None:
             self.remove(question_id)
+        self._total_answers += num_answers
         ids = self._buckets[bucket - 1]
         self._entries[question_id] = _Entry(bucket, len(ids), num_answers)
         ids.append(question_id)
@@ -49,6 +52,7 @@ class QuestionIndex:
     def remove(self, question_id: str) -> None:
         """Take the question out; the last one of its bucket takes its place in the list."""
         entry = self._entries.pop(question_id)
+        self._total_answers -= entry.num_answers
         ids = self._buckets[entry.bucket - 1]
         last = ids.pop()
         if last != question_id:
@@ -58,8 +62,18 @@ class QuestionIndex:
     def bucket(self, question_id: str) -> int:
         return self._entries[question_id].bucket
 
+    def position(self, question_id: str) -> int:
+        """Its place in the list of its bucket."""
+        return self._entries[question_id].position
+
     def num_answers(self, question_id: str) -> int:
-        return self._entries[question_id].num_answers
+        """Answers of the question; 0 where it is not stored."""
+        entry = self._entries.get(question_id)
+        return entry.num_answers if entry else 0
+
+    @property
+    def total_answers(self) -> int:
+        return self._total_answers
 
     @property
     def sizes(self) -> Sizes:

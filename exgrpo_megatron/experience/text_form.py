@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from exgrpo_megatron.types import StoredAnswer
+from exgrpo_megatron.types import StoredAnswer, TokenIds
 
 
 def as_text_answer(
@@ -26,8 +26,19 @@ def as_text_answer(
         tokenizer_decode: token ids to text, special tokens kept.
         tokenizer_encode: text to token ids, no special tokens added.
     """
-    text = tokenizer_decode(answer.token_ids.tolist()).rstrip(eos_text)
-    token_ids = np.array([*tokenizer_encode(text), eos_id], dtype=np.int32)
+    token_ids = as_text_tokens(answer.token_ids, tokenizer_decode, tokenizer_encode, eos_text, eos_id)
     invented = max(0, len(token_ids) - len(answer.logprobs))
     logprobs = np.pad(answer.logprobs[: len(token_ids)], (0, invented))
     return StoredAnswer(token_ids, logprobs, answer.policy_version, answer.step), invented
+
+
+def as_text_tokens(
+    token_ids: TokenIds,
+    tokenizer_decode: Callable[[list[int]], str],
+    tokenizer_encode: Callable[[str], Sequence[int]],
+    eos_text: str,
+    eos_id: int,
+) -> TokenIds:
+    """The token ids alone, after the same trip."""
+    text = tokenizer_decode(token_ids.tolist()).rstrip(eos_text)
+    return np.array([*tokenizer_encode(text), eos_id], dtype=np.int32)

@@ -19,6 +19,7 @@ from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from exgrpo_megatron.policy import backend, checkpoint, schedule
 from exgrpo_megatron.policy.batch import (
+    BatchRule,
     MicroBatch,
     TokenConstants,
     in_input_order,
@@ -74,7 +75,7 @@ class MegatronActor:
         `sequences` are this data-parallel rank's (prompt, response) pairs, possibly none. Collective over all
         processes, though no data-parallel rank waits for another's sequences.
         """
-        batches = self._micro_batches(sequences, self._policy.logprob_batch_size)
+        batches = self._micro_batches(sequences, train=False)
         with torch.no_grad():
             outputs = schedule.run(
                 self._model, batches, partial(self._scored, temperature=temperature), forward_only=True
@@ -98,7 +99,7 @@ class MegatronActor:
         be empty. `micro_batch_entropy_coeff` adds that coefficient times the mean entropy of each micro-batch over the
         number of data-parallel ranks, as the released code does; the result then does depend on both.
         """
-        batches = self._micro_batches(list(pairs(sequences)), self._policy.train_micro_batch_size)
+        batches = self._micro_batches(list(pairs(sequences)), train=True)
         constants = {batch.members: token_constants(batch, sequences) for batch in batches}
         for chunk in self._model:
             chunk.zero_grad_buffer()
@@ -124,6 +125,8 @@ class MegatronActor:
             grad_norm=step.grad_norm,
             skipped=step.skipped,
             learning_rate=step.learning_rate,
+            num_positions=sum(batch.num_positions for batch in batches),
+            num_padding=sum(batch.num_padding for batch in batches),
             terms=_loss_terms(sequences, batches, outputs),
         )
 
@@ -176,10 +179,9 @@ class MegatronActor:
             scheduler=self._scheduler,
         )
 
-    def _micro_batches(self, sequences: Sequence[tuple[TokenIds, TokenIds]], size: int) -> list[MicroBatch]:
-        layout = self._policy.megatron_cfg
-        multiple = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
-        return micro_batches(sequences, size, self.device, multiple)
+    def _micro_batches(self, sequences: Sequence[tuple[TokenIds, TokenIds]], *, train: bool) -> list[MicroBatch]:
+        rule = BatchRule.of(self._policy, train=train, context_rank=mpu.get_context_parallel_rank())
+        return micro_batches(sequences, rule, self.device)
 
     def _scored(self, batch: MicroBatch, logits: Tensor, *, temperature: float, non_loss_data: bool) -> Outputs:
         del non_loss_data  # Megatron's schedule passes it to whoever collects something else than a loss
@@ -201,7 +203,7 @@ class MegatronActor:
         loss = (constants.policy_weights * terms.policy_loss - constants.entropy_weights * entropies).sum()
         num_tokens = torch.tensor(len(entropies), dtype=torch.int, device=entropies.device)
         if mean_entropy_coeff:
-            loss = loss - mean_entropy_coeff * entropies.sum() / num_tokens.clamp(min=1)
+            loss = loss - mean_entropy_coeff * entropies.sum() / max(1, batch.num_tokens)
         outputs = {
             "loss": loss.detach().clone(),
             "log_ratio": terms.log_ratio,
@@ -239,6 +241,7 @@ def _data_parallel(chunks: list[ResponseModel], policy: PolicyConfig) -> list[Di
                 use_distributed_optimizer=layout.optimizer.use_distributed_optimizer,
                 overlap_grad_reduce=overlap.overlap_grad_reduce,
                 overlap_param_gather=overlap.overlap_param_gather,
+                bucket_size=overlap.bucket_size,
             ),
             Float16Module(config, chunk) if policy.precision == "bfloat16" else chunk,
             disable_bucketing=number > 0,  # the sums of later chunks have the passes of the others to hide behind

@@ -49,7 +49,10 @@ _COMPARE_TYPE_NAMES = {
 }
 """Functions that compare `Tensor.type()` with CUDA spellings, by module."""
 _CALL_TENSOR_CUDA = {
-    "megatron.core.models.common.language_module.language_module": ("LanguageModule.setup_embeddings_and_output_layer",)
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": ("get_pos_emb_on_this_cp_rank",),
+    "megatron.core.models.common.language_module.language_module": (
+        "LanguageModule.setup_embeddings_and_output_layer",
+    ),
 }
 """Functions that move a tensor with `Tensor.cuda()`, by module."""
 

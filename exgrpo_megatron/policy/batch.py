@@ -1,9 +1,10 @@
-"""Sequences to padded micro-batches and back."""
+"""Sequences to micro-batches and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,27 +12,45 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from exgrpo_megatron.config import PolicyConfig
+from exgrpo_megatron.policy.grouping import PackingAlgorithm, by_number, by_padded_size, packed, zigzag
 from exgrpo_megatron.types import TokenIds, TrainSequence
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences of one forward pass, padded on the right. Per-token tensors run over response tokens, row by row."""
+    """Sequences of one forward pass: rows padded on the right, or one row in which they follow one another.
+
+    Tensors hold the part of the positions that is this context-parallel rank's, and of the response tokens those that
+    are predicted at these positions, sequence by sequence.
+    """
 
     members: tuple[int, ...]
-    """Index of each row's sequence in the list the batch was made from."""
+    """Index of each sequence in the list the batch was made from."""
     response_lengths: tuple[int, ...]
+    packed_lengths: tuple[int, ...] | None
+    """Positions of each sequence in a packed row, all ranks' together and with the padding behind it; None: padded."""
     tokens: Int[Tensor, "rows positions"]
     """Inputs: each sequence without its last token."""
     predicts_response: Bool[Tensor, "rows positions"]
     """True where the next token is a response token."""
     targets: Int[Tensor, " tokens"]
     """The response tokens."""
+    own: Int[Tensor, " tokens"] | None
+    """Which of the micro-batch's response tokens those here are; None: all."""
+    num_positions: int
+    """Positions of all ranks, padding included."""
+    num_padding: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of all ranks."""
+        return sum(self.response_lengths)
 
 
 @dataclass(frozen=True)
 class TokenConstants:
-    """What the objective needs beside the model's log-probs, for each response token of a micro-batch."""
+    """What the objective needs beside the model's log-probs, for each response token of a micro-batch that is here."""
 
     old_logprobs: Float[Tensor, " tokens"]
     advantages: Float[Tensor, " tokens"]
@@ -40,12 +59,51 @@ class TokenConstants:
     entropy_weights: Float[Tensor, " tokens"]
 
 
-def micro_batches(
-    sequences: Sequence[tuple[TokenIds, TokenIds]], size: int, device: torch.device, multiple: int = 1
-) -> list[MicroBatch]:
-    """(prompt, response) pairs in micro-batches of `size`, longest first so that neighbours have like lengths.
+@dataclass(frozen=True)
+class BatchRule:
+    """How sequences become micro-batches."""
 
-    The number of positions of each is padded to a multiple of `multiple`.
+    kind: Literal["number", "padded_size", "packed"]
+    limit: int
+    """Sequences of a micro-batch by number, else positions."""
+    algorithm: PackingAlgorithm = "first_fit_decreasing"
+    sequence_multiple: int = 1
+    """Positions of each sequence of a pack are padded to a multiple of this."""
+    row_multiple: int = 1
+    """Positions of a row are padded to a multiple of this, itself one of `sequence_multiple`."""
+    context_ranks: int = 1
+    context_rank: int = 0
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, *, train: bool, context_rank: int) -> BatchRule:
+        """The rule of a recipe for one context-parallel rank, in training or in forward-only passes."""
+        layout = policy.megatron_cfg
+        by_tokens = policy.token_budget is not None
+        packing = policy.sequence_packing
+        return cls(
+            kind="packed" if packing.enabled else "padded_size" if by_tokens else "number",
+            limit=policy.mb_tokens(train=train) if by_tokens else policy.mb_sequences(train=train),
+            algorithm=packing.algorithm,
+            sequence_multiple=layout.sequence_multiple,
+            row_multiple=policy.padded_to,
+            context_ranks=layout.context_parallel_size,
+            context_rank=context_rank,
+        )
+
+    def groups(self, positions: Sequence[int]) -> list[list[int]]:
+        """Indices of the sequences of each micro-batch. `positions`: of each sequence, without padding."""
+        if self.kind == "number":
+            return by_number(positions, self.limit)
+        capacity = self.limit - self.limit % self.row_multiple
+        if self.kind == "padded_size":
+            return by_padded_size([_up(length, self.row_multiple) for length in positions], capacity)
+        return packed([_up(length, self.sequence_multiple) for length in positions], capacity, self.algorithm)
+
+
+def micro_batches(
+    sequences: Sequence[tuple[TokenIds, TokenIds]], rule: BatchRule, device: torch.device
+) -> list[MicroBatch]:
+    """(prompt, response) pairs in micro-batches.
 
     Raises:
         ValueError: a prompt is empty, so that its response's first token has nothing to be predicted from.
@@ -53,9 +111,9 @@ def micro_batches(
     for index, (prompt, _) in enumerate(sequences):
         if len(prompt) == 0:
             raise ValueError(f"sequence {index} has an empty prompt")
-    order = sorted(range(len(sequences)), key=lambda index: -sum(map(len, sequences[index])))
-    groups = [order[start : start + size] for start in range(0, len(order), size)]
-    return [_pad([sequences[index] for index in group], tuple(group), device, multiple) for group in groups]
+    groups = rule.groups([_num_inputs(pair) for pair in sequences])
+    lay_out = _packed_row if rule.kind == "packed" else _padded_rows
+    return [lay_out([sequences[index] for index in group], rule).to_batch(group, rule, device) for group in groups]
 
 
 def token_constants(batch: MicroBatch, sequences: Sequence[TrainSequence]) -> TokenConstants:
@@ -63,13 +121,15 @@ def token_constants(batch: MicroBatch, sequences: Sequence[TrainSequence]) -> To
     rows = [sequences[index] for index in batch.members]
     device = batch.tokens.device
 
-    def per_token(value: Callable[[TrainSequence], float]) -> Tensor:
-        repeated = np.repeat(np.array([value(row) for row in rows], np.float32), batch.response_lengths)
-        return torch.from_numpy(repeated).to(device)
+    def here(values: NDArray) -> Tensor:
+        tensor = torch.from_numpy(values).to(device)
+        return tensor if batch.own is None else tensor[batch.own]
 
-    old = np.concatenate([np.asarray(row.old_logprobs, np.float32) for row in rows])
+    def per_token(value: Callable[[TrainSequence], float]) -> Tensor:
+        return here(np.repeat(np.array([value(row) for row in rows], np.float32), batch.response_lengths))
+
     return TokenConstants(
-        old_logprobs=torch.from_numpy(old).to(device),
+        old_logprobs=here(np.concatenate([np.asarray(row.old_logprobs, np.float32) for row in rows])),
         advantages=per_token(lambda row: row.advantage),
         replayed=per_token(lambda row: float(row.replayed)).bool(),
         policy_weights=per_token(lambda row: row.policy_weight),
@@ -78,7 +138,7 @@ def token_constants(batch: MicroBatch, sequences: Sequence[TrainSequence]) -> To
 
 
 def in_input_order(batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[NDArray]:
-    """Per-token values of every micro-batch, as one array a sequence, in the order the sequences were given in."""
+    """Values of all response tokens of every micro-batch, as one array a sequence, in the order of the sequences."""
     pieces: dict[int, NDArray] = {}
     for batch, tensor in zip(batches, values, strict=True):
         rows = np.split(tensor.detach().cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
@@ -86,25 +146,85 @@ def in_input_order(batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> l
     return [pieces[index] for index in range(len(pieces))]
 
 
-def _pad(
-    rows: list[tuple[TokenIds, TokenIds]], members: tuple[int, ...], device: torch.device, multiple: int
-) -> MicroBatch:
-    longest = max(len(prompt) + len(response) - 1 for prompt, response in rows)
-    positions = -(-longest // multiple) * multiple
-    tokens = np.zeros((len(rows), positions), np.int64)
-    predicts = np.zeros((len(rows), positions), np.bool_)
-    for row, (prompt, response) in enumerate(rows):
-        end = len(prompt) + len(response) - 1
-        tokens[row, :end] = np.concatenate([prompt, response])[:end]
-        predicts[row, len(prompt) - 1 : end] = True
-    targets = np.concatenate([response for _, response in rows]).astype(np.int64)
-    return MicroBatch(
-        members=members,
-        response_lengths=tuple(len(response) for _, response in rows),
-        tokens=torch.from_numpy(tokens).to(device),
-        predicts_response=torch.from_numpy(predicts).to(device),
-        targets=torch.from_numpy(targets).to(device),
+@dataclass(frozen=True)
+class _Rows:
+    """Whole rows, before context-parallel ranks share them."""
+
+    tokens: Int[np.ndarray, "rows positions"]
+    predicts: Bool[np.ndarray, "rows positions"]
+    targets: Int[np.ndarray, " tokens"]
+    response_lengths: tuple[int, ...]
+    packed_lengths: tuple[int, ...] | None
+    num_inputs: int
+
+    def to_batch(self, members: list[int], rule: BatchRule, device: torch.device) -> MicroBatch:
+        """The part of one context-parallel rank."""
+        tokens, predicts, targets, own = self.tokens, self.predicts, self.targets, None
+        if rule.context_ranks > 1:
+            lengths = self.packed_lengths or (tokens.shape[1],)
+            positions = zigzag(lengths, rule.context_ranks, rule.context_rank)
+            numbers = (predicts.ravel().cumsum() - 1).reshape(predicts.shape)  # of the token predicted there
+            tokens, predicts = tokens[:, positions], predicts[:, positions]
+            own = numbers[:, positions][predicts]
+            targets = targets[own]
+        return MicroBatch(
+            members=tuple(members),
+            response_lengths=self.response_lengths,
+            packed_lengths=self.packed_lengths,
+            tokens=torch.from_numpy(tokens).to(device),
+            predicts_response=torch.from_numpy(predicts).to(device),
+            targets=torch.from_numpy(targets).to(device),
+            own=None if own is None else torch.from_numpy(own).to(device),
+            num_positions=self.tokens.size,
+            num_padding=self.tokens.size - self.num_inputs,
+        )
+
+
+def _padded_rows(sequences: list[tuple[TokenIds, TokenIds]], rule: BatchRule) -> _Rows:
+    positions = _up(max(map(_num_inputs, sequences)), rule.row_multiple)
+    starts = [row * positions for row in range(len(sequences))]
+    return _filled(sequences, starts, (len(sequences), positions), None)
+
+
+def _packed_row(sequences: list[tuple[TokenIds, TokenIds]], rule: BatchRule) -> _Rows:
+    lengths = [_up(_num_inputs(pair), rule.sequence_multiple) for pair in sequences]
+    # Padding that the whole row needs goes behind the last sequence, as a part of it: nothing sees it.
+    lengths[-1] += -sum(lengths) % rule.row_multiple
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    return _filled(sequences, starts, (1, sum(lengths)), tuple(lengths))
+
+
+def _filled(
+    sequences: list[tuple[TokenIds, TokenIds]],
+    starts: list[int],
+    shape: tuple[int, int],
+    packed_lengths: tuple[int, ...] | None,
+) -> _Rows:
+    """The sequences at these places of the flattened rows; token 0 elsewhere."""
+    tokens = np.zeros(shape[0] * shape[1], np.int64)
+    predicts = np.zeros(len(tokens), np.bool_)
+    for start, (prompt, response) in zip(starts, sequences, strict=True):
+        end = start + len(prompt) + len(response) - 1
+        tokens[start:end] = np.concatenate([prompt, response])[:-1]
+        predicts[start + len(prompt) - 1 : end] = True
+    return _Rows(
+        tokens=tokens.reshape(shape),
+        predicts=predicts.reshape(shape),
+        targets=np.concatenate([response for _, response in sequences]).astype(np.int64),
+        response_lengths=tuple(len(response) for _, response in sequences),
+        packed_lengths=packed_lengths,
+        num_inputs=sum(map(_num_inputs, sequences)),
     )
+
+
+def _num_inputs(pair: tuple[TokenIds, TokenIds]) -> int:
+    """Positions of a sequence: it goes in without its last token (a lone token without a response stays)."""
+    return max(1, len(pair[0]) + len(pair[1]) - 1)
+
+
+def _up(length: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-length // multiple) * multiple
 
 
 def pairs(sequences: Sequence[TrainSequence]) -> Iterator[tuple[TokenIds, TokenIds]]:

@@ -152,6 +152,7 @@ def _about(state: Checkpointed) -> dict[str, Any]:
         "tensor_parallel": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
         "chunks": len(state.chunks),
+        "context_parallel": mpu.get_context_parallel_world_size(),
     }
 
 
@@ -159,7 +160,8 @@ def _layout(about: dict[str, Any]) -> str:
     """How the processes that wrote a checkpoint shared the model."""
     return (
         f"{about['world_size']} processes (tensor parallel {about.get('tensor_parallel', 1)}, "
-        f"pipeline {about.get('pipeline_parallel', 1)}, chunks {about.get('chunks', 1)})"
+        f"pipeline {about.get('pipeline_parallel', 1)}, chunks {about.get('chunks', 1)}, "
+        f"context {about.get('context_parallel', 1)})"
     )
 
 

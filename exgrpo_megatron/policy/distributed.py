@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from exgrpo_megatron.config import ClusterConfig, PolicyConfig
+from exgrpo_megatron.config import ClusterConfig, MegatronConfig, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.policy import backend
 
@@ -44,6 +46,11 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
         )
     backend.install()
     _join(launched)
+    return lay_out(layout, seed)
+
+
+def lay_out(layout: MegatronConfig, seed: int) -> DataParallel:
+    """Megatron's groups among the processes of the process group that is there, and the seeds of `initialize`."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -70,6 +77,8 @@ class DataParallel:
         # Objects travel over gloo also where tensors travel over NCCL: no copy through the GPU.
         self._group = mpu.get_data_parallel_group_gloo()
         self._world: Any = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
+        self._machine = socket.gethostname()
+        self._processes = self._everywhere((self._machine, os.getpid()))
 
     def all_gather(self, value: T) -> list[T]:
         gathered: list[Any] = [value]
@@ -79,18 +88,18 @@ class DataParallel:
         return self.agreed(gathered)
 
     def agreed(self, value: T) -> T:
-        ranks = dist.get_process_group_ranks(mpu.get_model_parallel_group())
-        return _broadcast(value, ranks[0], mpu.get_model_parallel_group())
+        # Megatron's model-parallel group is tensor and pipeline ranks. First the context-parallel ranks of each of
+        # these agree, then these do.
+        for group in (mpu.get_context_parallel_group(), mpu.get_model_parallel_group()):
+            value = _broadcast(value, dist.get_process_group_ranks(group)[0], group)
+        return value
 
     def gather_members(self, value: T) -> list[T]:
         parts = _gather([value], mpu.get_context_parallel_group())
         return _flat(_gather(_flat(parts), mpu.get_model_parallel_group()))
 
     def anywhere(self, flag: bool) -> bool:
-        flags: list[bool] = [flag] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(flags, flag, group=self._world)
-        return any(flags)
+        return any(self._everywhere(flag))
 
     def broadcast(self, value: T) -> T:
         return _broadcast(value, 0, self._world)
@@ -98,6 +107,14 @@ class DataParallel:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier(group=self._world)
+
+    def killed_ranks(self) -> tuple[int, ...]:
+        """The ranks on this machine whose process is gone; not collective."""
+        return tuple(
+            rank
+            for rank, (machine, process) in enumerate(self._processes)
+            if machine == self._machine and _is_gone(process)
+        )
 
     def shutdown(self) -> None:
         """Leave every group. Call `barrier` first in a normal end: ranks that leave while others wait break them.
@@ -109,11 +126,19 @@ class DataParallel:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _everywhere(self, value: T) -> list[T]:
+        """The value of every process, by global rank."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self._world)
+        return values
+
 
 def from_last_stage(value: T) -> T:
     """On all ranks that share the model, the value of the last pipeline stage (of its first tensor-parallel rank).
 
     Ranks that compute the same thing may differ in the last bit, and a decision taken on it must be one decision.
+    Context-parallel ranks of that tensor-parallel rank must have exchanged it already.
     """
     group = mpu.get_model_parallel_group()
     if dist.get_world_size(group) == 1:
@@ -157,6 +182,13 @@ def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 _PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 """What gloo (a plain RuntimeError) and NCCL say then."""
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _launched_processes() -> int:

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
+from exgrpo_conversion.architecture import Architecture, UnsupportedModelError, padded_vocab_size
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.hf_folder import HFReader, read_config
 from exgrpo_conversion.mapping import (
@@ -27,16 +27,13 @@ from exgrpo_conversion.mapping import (
     hf_names,
     manifest,
     pad_vocab,
-    padded_vocab_size,
     shard,
     to_megatron,
 )
 from exgrpo_megatron.config import PolicyConfig
 from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.layout import VOCAB_MULTIPLE
 from exgrpo_megatron.policy.layers import decoder_spec
-
-VOCAB_MULTIPLE = 128
-"""Vocabulary rows are padded to a multiple of this on every tensor-parallel rank."""
 
 
 class ResponseModel(GPTModel):

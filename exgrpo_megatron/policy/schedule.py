@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -20,7 +24,8 @@ Outputs = dict[str, Tensor]
 """What one micro-batch leaves behind, by name; no gradients."""
 OutputFunction = Callable[..., object]
 """(micro-batch, logits [1, tokens, this rank's part of the padded vocabulary]) to what Megatron's schedule expects of
-its loss function; called on the last pipeline stage."""
+its loss function; called on the last pipeline stage. Its outputs are of the response tokens that are predicted here, or
+sums over these."""
 
 
 def run(
@@ -30,11 +35,13 @@ def run(
     *,
     forward_only: bool,
 ) -> list[Outputs]:
-    """Each micro-batch through the model; its outputs in order, the same on all ranks that share the model.
+    """Each micro-batch through the model; the outputs of all its response tokens, the same on all ranks that share the
+    model.
 
-    With gradients, which are summed over micro-batches and data-parallel ranks, unless `forward_only`. The ranks that
-    share the model must have the same micro-batches. Data-parallel ranks may have different ones, or none; each must
-    call, because one with gradients, or with weights still on their way, waits for the others.
+    With gradients, which are summed over micro-batches, context-parallel and data-parallel ranks, unless
+    `forward_only`. The ranks that share the model must have the same micro-batches (context-parallel ranks: their
+    own part of them). Data-parallel ranks may have different ones, or none; each must call, because one with gradients,
+    or with weights still on their way, waits for the others.
     """
     if not batches:
         _take_part(chunks, forward_only=forward_only)
@@ -43,22 +50,24 @@ def run(
 
     def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, OutputFunction]:
         batch = next(iterator)
-        output = module(batch.tokens, None, None, loss_mask=batch.predicts_response)
+        output = module(
+            batch.tokens, None, None, loss_mask=batch.predicts_response, packed_seq_params=_packed_seq_params(batch)
+        )
         return output, partial(function, batch) if batch.members else _nothing
 
-    rows, positions = batches[0].tokens.shape
+    rows = batches[0].tokens.shape[0]
     outputs = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[iter(padded) for _ in chunks] if len(chunks) > 1 else iter(padded),
         model=chunks,
         num_microbatches=len(padded),
-        seq_length=positions,
+        seq_length=batches[0].num_positions // rows,
         micro_batch_size=rows,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
     own = outputs[: len(batches)]
-    return from_last_stage([{name: tensor.cpu() for name, tensor in output.items()} for output in own])
+    return from_last_stage(_of_all_tokens(batches, own) if own else own)
 
 
 def receive_weights(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -87,6 +96,48 @@ def _padded(batches: Sequence[MicroBatch], chunks: int) -> list[MicroBatch]:
 def _nothing(logits: Tensor, *, non_loss_data: bool = False) -> object:
     """What a loss function answers for a micro-batch that only fills the schedule up."""
     return {} if non_loss_data else (logits.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {})
+
+
+def _packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:
+    """What RoPE and attention need of a packed row; padding counts as the end of the sequence it stands behind."""
+    if batch.packed_lengths is None:
+        return None
+    ends = np.cumsum([0, *batch.packed_lengths], dtype=np.int32)
+    boundaries = torch.from_numpy(ends).to(batch.tokens.device)
+    longest = max(batch.packed_lengths)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _of_all_tokens(batches: Sequence[MicroBatch], outputs: Sequence[Outputs]) -> list[Outputs]:
+    """Outputs of context-parallel ranks put together: those of tokens in the tokens' order, sums added up."""
+    found = [{name: tensor.cpu() for name, tensor in output.items()} for output in outputs]
+    group = mpu.get_context_parallel_group()
+    if dist.get_world_size(group) == 1:
+        return found
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    own = [None if batch.own is None else batch.own.cpu() for batch in batches]
+    dist.all_gather_object(ranks, list(zip(own, found, strict=True)), group=group)
+    return [_put_together(batch.num_tokens, parts) for batch, *parts in zip(batches, *ranks, strict=True)]
+
+
+def _put_together(num_tokens: int, parts: Sequence[tuple[Tensor, Outputs]]) -> Outputs:
+    whole: Outputs = {}
+    for name, first in parts[0][1].items():
+        if first.ndim == 0:
+            whole[name] = torch.stack([output[name] for _, output in parts]).sum()
+            continue
+        whole[name] = first.new_empty(num_tokens)
+        for own, output in parts:
+            whole[name][own] = output[name]
+    return whole
 
 
 def _take_part(chunks: list[DistributedDataParallel], *, forward_only: bool) -> None:

@@ -46,6 +46,14 @@ class RolloutEngine(Protocol):
     """Samples responses from weights it was given."""
 
     @property
+    def shared_by_members(self) -> bool:
+        """Whether the processes of a data-parallel rank run one engine together.
+
+        If so, all of them call every method together and `sample` with the same requests. If not, each has an engine
+        of its own, with all weights, and samples what others do not.
+        """
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights last loaded."""
 

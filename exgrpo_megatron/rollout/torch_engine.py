@@ -23,6 +23,9 @@ class TorchEngine:
     may round differently in the last bits, which can turn a draw that lies that close to a boundary.
     """
 
+    shared_by_members = False
+    """Every process holds the whole model and samples by itself."""
+
     def __init__(
         self,
         arch: Architecture,

@@ -137,7 +137,7 @@ class _LogprobEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         statistics = _row_statistics(logits, targets, temperature, valid, group is not None)
         if group is not None:
-            statistics = _merge(statistics, (targets >= 0) & (targets < valid), group)
+            statistics = _merge(statistics, (targets >= 0) & (targets < valid), temperature, group)
         maxima, sums, moments, shifted_targets = statistics
         logprobs = shifted_targets - sums.log()
         entropies = sums.log() - moments / sums
@@ -163,8 +163,9 @@ class _LogprobEntropy(torch.autograd.Function):
 def _row_statistics(
     logits: Tensor, targets: Tensor, temperature: float, valid: int, shared: bool
 ) -> tuple[Tensor, ...]:
-    """Of each row, over the first `valid` columns of z = logits / temperature: m = max z, sum exp(z - m),
-    sum exp(z - m)(z - m), and z - m of the target (where columns are shared: of any column, if it is not here)."""
+    """Of each row, over the first `valid` columns with z = logits / temperature and m = max z: max logits, sum
+    exp(z - m), sum exp(z - m)(z - m), and z - m of the target (where columns are shared: of any column, if it is not
+    here)."""
     dtype = _statistics_dtype(logits)
     lowest = torch.finfo(dtype).min
     statistics = torch.zeros(4, logits.shape[0], dtype=dtype, device=logits.device)
@@ -172,13 +173,13 @@ def _row_statistics(
     if valid == 0:
         return maxima.fill_(lowest), sums, moments, shifted_targets
     for rows in _blocks(logits):
-        block = logits[rows, :valid].to(dtype) / temperature
-        maxima[rows] = block.amax(dim=1)
+        block = logits[rows, :valid]
+        maxima[rows] = block.amax(dim=1).to(dtype)
         if shared:  # a rank may hold nothing but -inf
             maxima[rows] = maxima[rows].clamp(min=lowest)
         # The target is shifted by the maximum before log(sum) is taken off: (t - m) - log s keeps its digits
         # where t - (m + log s) loses them to a large m.
-        shifted = block.sub_(maxima[rows, None])
+        shifted = _shifted(block, maxima[rows, None], temperature)
         columns = targets[rows, None].long()
         shifted_targets[rows] = shifted.gather(1, columns.clamp(0, valid - 1) if shared else columns).squeeze(1)
         exponentials = shifted.exp()
@@ -188,16 +189,19 @@ def _row_statistics(
     return maxima, sums, moments, shifted_targets
 
 
-def _merge(statistics: tuple[Tensor, ...], owned: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def _merge(
+    statistics: tuple[Tensor, ...], owned: Tensor, temperature: float, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
     """Statistics of whole rows from those of the ranks' columns: shift each to the common maximum, then add.
 
-    `owned` are the rows whose target is here. exp(z - M) = exp(z - m) exp(m - M) and z - M = (z - m) + (m - M).
+    `owned` are the rows whose target is here. exp(z - M) = exp(z - m) exp(m - M) and z - M = (z - m) + (m - M), where
+    m and M are the maxima over the temperature.
     """
     maxima, sums, moments, shifted_targets = statistics
     common = maxima.clone()
     dist.all_reduce(common, op=dist.ReduceOp.MAX, group=group)
     # A rank without columns has the lowest of all numbers for a maximum, and the difference must stay finite.
-    shift = (maxima - common).clamp(min=torch.finfo(maxima.dtype).min)
+    shift = ((maxima - common) / temperature).clamp(min=torch.finfo(maxima.dtype).min)
     scale = shift.exp()
     targets = (shifted_targets + shift).where(owned, 0.0)
     packed = torch.stack([sums * scale, (moments + shift * sums) * scale, targets])
@@ -208,18 +212,26 @@ def _merge(statistics: tuple[Tensor, ...], owned: Tensor, group: dist.ProcessGro
 def _block_gradient(ctx: Any, rows: slice, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> Tensor:
     """d(logprob)/dz_j = [j = target] - p_j and d(entropy)/dz_j = -p_j (log p_j + H), with z = logits / temperature."""
     logits, targets, maxima, sums, entropies = ctx.saved_tensors
-    log_probs = logits[rows, : ctx.valid].to(sums.dtype) / ctx.temperature
-    log_probs.sub_(maxima[rows, None]).sub_(sums[rows, None].log())
-    probs = log_probs.exp()
+    log_probs = _shifted(logits[rows, : ctx.valid], maxima[rows, None], ctx.temperature).sub_(sums[rows, None].log())
     if grad_entropies is None:
-        grad = torch.zeros_like(probs)
+        probs = log_probs.exp_()
+        grad = None
     else:
+        probs = log_probs.exp()
         grad = log_probs.clamp_(min=torch.finfo(sums.dtype).min).add_(entropies[rows, None])
         grad.mul_(probs).mul_(-grad_entropies[rows, None])
     if grad_logprobs is not None:
-        upstream = grad_logprobs[rows, None].to(grad.dtype)
-        _add_at_targets(grad.sub_(probs.mul_(upstream)), targets[rows, None].long(), upstream, ctx.shared)
-    return grad.div_(ctx.temperature)
+        upstream = grad_logprobs[rows, None].to(sums.dtype)
+        grad = probs.mul_(-upstream) if grad is None else grad.addcmul_(probs, upstream, value=-1)
+        _add_at_targets(grad, targets[rows, None].long(), upstream, ctx.shared)
+    assert grad is not None, "backward has one of the two gradients"
+    return grad if ctx.temperature == 1 else grad.div_(ctx.temperature)
+
+
+def _shifted(logits: Tensor, maxima: Tensor, temperature: float) -> Tensor:
+    """(logits - maxima) / temperature as a new tensor in the dtype of the maxima."""
+    shifted = torch.sub(logits, maxima)
+    return shifted if temperature == 1 else shifted.div_(temperature)
 
 
 def _add_at_targets(grad: Tensor, targets: Tensor, values: Tensor, shared: bool) -> None:

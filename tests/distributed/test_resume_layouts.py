@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "unit" / "policy")]
 
 from launch import launch  # noqa: E402
 from policy_models import max_difference, save_model  # noqa: E402
-from test_layouts import OVERLAP, PP2, SP, TP2, VPP2, ZERO  # noqa: E402
+from test_layouts import CP2, OVERLAP, PP2, SP, TP2, VPP2, ZERO  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ FLOAT32: dict[str, Layout] = {
     "TP2 x DP2 + distributed optimizer": (4, TP2 | ZERO),
     "PP2 x DP2, 2 chunks a stage + distributed optimizer": (4, PP2 | VPP2 | ZERO),
     "TP2 + sequence parallel": (2, TP2 | SP),
-    "PP2, 2 chunks a stage": (2, PP2 | VPP2),
+    "CP2 + distributed optimizer": (2, CP2 | ZERO),
     "PP2": (2, PP2),
 }
 BFLOAT16: dict[str, Layout] = {

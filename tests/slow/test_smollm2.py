@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo_megatron import build
+from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.recipe import load_recipe
@@ -76,7 +77,7 @@ def prefilled(config, overrides):
     """The experience file made from GSM8K's solutions, as a buffer; every solution stands in two wordings."""
     endings = ["--ending", "\\boxed{{answer}}", "--ending", "The answer is \\boxed{{answer}}."]
     python("-m", "exgrpo_megatron", "prefill", RECIPE, *overrides, *endings)
-    buffer = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt)
+    buffer = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt, SingleProcess())
     buffer.load(Path(config.experience.prefill_path))
     return buffer
 

@@ -61,8 +61,39 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["policy.train_global_batch_size=100"], ["= 100", "grpo.num_generations_per_prompt = 8"]),
         (["policy.train_global_batch_size=96"], ["32 * 8", "policy.train_global_batch_size = 96"]),
         (["data.max_input_seq_length=600"], ["600 + 96", "policy.max_total_sequence_length = 608"]),
-        (["policy.megatron_cfg.context_parallel_size=2"], ["context_parallel_size = 2", "not supported yet"]),
-        (["policy.megatron_cfg.expert_model_parallel_size=2"], ["expert_model_parallel_size", "models with experts"]),
+        (["policy.megatron_cfg.context_parallel_size=0"], ["context_parallel_size = 0", "greater than or equal to 1"]),
+        (
+            ["policy.megatron_cfg.expert_model_parallel_size=2"],
+            ["policy.megatron_cfg: expert_model_parallel_size = 2", "models with experts are not supported"],
+        ),
+        (
+            ["policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"],
+            ["policy: dynamic_batching.enabled = true and sequence_packing.enabled = true"],
+        ),
+        (
+            ["policy.sequence_packing.enabled=true", "policy.train_micro_batch_size=4"],
+            ["policy: train_micro_batch_size = 4", "sequence_packing.enabled = true", "null"],
+        ),
+        (
+            ["policy.dynamic_batching.enabled=true", "policy.logprob_batch_size=4"],
+            ["policy: logprob_batch_size = 4", "dynamic_batching.enabled = true", "null"],
+        ),
+        (
+            ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=600"],
+            ["policy: sequence_packing.train_mb_tokens = 600", "max_total_sequence_length = 608", "(608 positions)"],
+        ),
+        (
+            [
+                "policy.dynamic_batching={enabled: true, logprob_mb_tokens: 608, sequence_length_round: 64}",
+                "policy.megatron_cfg.context_parallel_size=2",
+            ],
+            ["policy: dynamic_batching.logprob_mb_tokens = 608", "(640 positions, padded to a multiple of 64)"],
+        ),
+        (
+            ["policy.megatron_cfg.distributed_data_parallel_config.bucket_size=1000"],
+            ["bucket_size = 1000", "overlap_grad_reduce = false"],
+        ),
+        (["policy.make_sequence_length_divisible_by=8"], ["make_sequence_length_divisible_by", "leave it out"]),
         (
             ["policy.megatron_cfg.sequence_parallel=true"],
             ["policy.megatron_cfg", "sequence_parallel = true", "tensor_model_parallel_size = 1"],
@@ -189,6 +220,24 @@ def test_greedy_decoding_may_be_left_out_where_nothing_needs_it():
     raw["data"]["validation"] = validation
     assert parse_recipe(raw).checkpointing.metric_name == "validation/pass_rate_t1/number theory"
     assert not parse_recipe(recipe_with(eval={"greedy": False})).eval.greedy
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"train_micro_batch_size": 48}, "3 on each of 2 data-parallel rank(s), of at most 48 sequences"),
+        (
+            {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4096}},
+            "as many as the lengths need, each of at most 4096 positions, padded",
+        ),
+        # Without a limit of its own a pack has room for the longest sequence, 608 tokens.
+        ({"sequence_packing": {"enabled": True}}, "as many as the lengths need, each of at most 608 positions, packed"),
+    ],
+)
+def test_micro_batches_are_told_by_the_rule_in_force(policy, expected):
+    raw = recipe_with()
+    raw["policy"] = raw["policy"] | policy
+    assert dict(derived_table(parse_recipe(raw), data_parallel_size=2))["micro-batches an optimiser step"] == expected
 
 
 def test_several_faults_are_reported_together(tmp_path):

@@ -14,7 +14,7 @@ from exgrpo_megatron.types import StoredAnswer
 
 def test_a_prefill_of_another_group_size_is_refused(exgrpo, project):
     answer = StoredAnswer(np.array([3], np.int32), np.array([-0.5], np.float32), 0, 1)
-    write_answers(project / "old.parquet", [Row("q1", 1, 0, answer)], group_size=8)
+    write_answers(project / "old.parquet", [Row("q1", 1, 0, 0, answer)], group_size=8)
     result = exgrpo("train", "recipe.yaml", "experience.prefill_path=old.parquet")
     assert_refused(
         result, contents(project), "experience.prefill_path", "groups of 8", "grpo.num_generations_per_prompt = 2"
@@ -28,7 +28,7 @@ def test_a_prefill_of_another_group_size_is_refused(exgrpo, project):
 
 def test_a_prefill_that_answers_none_of_the_questions_is_refused(exgrpo, project):
     answer = StoredAnswer(np.array([3], np.int32), np.array([-0.5], np.float32), 0, 1)
-    write_answers(project / "old.parquet", [Row("other", 1, 0, answer)], group_size=2)
+    write_answers(project / "old.parquet", [Row("other", 1, 0, 0, answer)], group_size=2)
     result = exgrpo("train", "recipe.yaml", "experience.prefill_path=old.parquet")
     assert_refused(result, contents(project), "none of its questions is in data.train")
 
@@ -62,7 +62,7 @@ FILES = [
     "policy/metadata.json",
     "policy/__0_0.distcp",
     "experience/experience.json",
-    "experience/experience.parquet",
+    "experience/answers-00000-of-00001.parquet",
 ]
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hf_models import FAMILIES, tensors_of, tiny_model
 
-from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
+from exgrpo_conversion.architecture import Architecture, UnsupportedModelError, padded_vocab_size
 from exgrpo_conversion.mapping import (
     check_tensor_parallel,
     hf_names,
     manifest,
     megatron_names,
     pad_vocab,
-    padded_vocab_size,
     shard,
     to_hf,
     to_megatron,

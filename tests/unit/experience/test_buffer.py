@@ -10,15 +10,19 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import BucketWeight, ExperienceConfig
-from exgrpo_megatron.experience.buffer import ExperienceBuffer, RecordReport
+from exgrpo_megatron.experience.buffer import ExperienceBuffer
+from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.types import Group, Question, Trajectory
 
 K = 4
 
 
 def buffer(group_size: int = K, **keys: Any) -> ExperienceBuffer:
-    return ExperienceBuffer(ExperienceConfig.model_validate({"bucket_weight": "counts", **keys}), group_size)
+    return ExperienceBuffer(
+        ExperienceConfig.model_validate({"bucket_weight": "counts", **keys}), group_size, SingleProcess()
+    )
 
 
 def member(

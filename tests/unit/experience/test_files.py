@@ -12,17 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.types import Group, Question, Trajectory
 
 K = 4
+ANSWERS = "answers-00000-of-00001.parquet"
 Table = dict[str, list[Any]]
 
 
 def empty(group_size: int = K) -> ExperienceBuffer:
-    return ExperienceBuffer(ExperienceConfig(bucket_weight="counts"), group_size)
+    return ExperienceBuffer(ExperienceConfig(bucket_weight="counts"), group_size, SingleProcess())
 
 
 def group(rng: np.random.Generator, name: str) -> Group:
@@ -91,7 +93,7 @@ def test_saving_what_was_loaded_gives_the_same_rows(played: ExperienceBuffer, tm
     loaded = empty()
     loaded.load(tmp_path / "a")
     loaded.save(tmp_path / "b")
-    first, second = (pq.read_table(tmp_path / name / "experience.parquet") for name in "ab")
+    first, second = (pq.read_table(tmp_path / name / ANSWERS) for name in "ab")
     assert first.equals(second)
     assert (tmp_path / "a" / "experience.json").read_text() == (tmp_path / "b" / "experience.json").read_text()
 
@@ -175,7 +177,7 @@ def test_a_wrong_row_is_named_with_its_file_and_nothing_is_changed(
     damage: Callable[[Table], None], message: str, played: ExperienceBuffer, tmp_path: Path
 ):
     played.save(tmp_path)
-    path = tmp_path / "experience.parquet"
+    path = tmp_path / ANSWERS
     rows, schema = table(path)
     damage(rows)
     pq.write_table(pa.table(rows, schema=schema), path)
@@ -189,7 +191,7 @@ def test_a_wrong_row_is_named_with_its_file_and_nothing_is_changed(
 
 def test_an_empty_cell_is_named_with_its_row(played: ExperienceBuffer, tmp_path: Path):
     played.save(tmp_path)
-    path = tmp_path / "experience.parquet"
+    path = tmp_path / ANSWERS
     for name, value, message in (
         ("bucket", None, "row 3: `bucket` is empty"),
         ("token_ids", [1, None], "row 3: `token_ids` has an empty element"),
@@ -204,7 +206,7 @@ def test_an_empty_cell_is_named_with_its_row(played: ExperienceBuffer, tmp_path:
 
 def test_a_missing_column_is_named(played: ExperienceBuffer, tmp_path: Path):
     played.save(tmp_path)
-    path = tmp_path / "experience.parquet"
+    path = tmp_path / ANSWERS
     pq.write_table(pq.read_table(path).drop_columns(["logprobs"]), path)
     with pytest.raises(CheckpointError, match="column `logprobs` is missing"):
         empty().load(tmp_path)
@@ -212,25 +214,25 @@ def test_a_missing_column_is_named(played: ExperienceBuffer, tmp_path: Path):
 
 def test_a_truncated_file_is_refused(played: ExperienceBuffer, tmp_path: Path):
     played.save(tmp_path)
-    path = tmp_path / "experience.parquet"
+    path = tmp_path / ANSWERS
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"experience\.parquet: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"answers-00000-of-00001\.parquet: cannot be read"):
         empty().load(tmp_path)
 
 
 def test_a_flipped_byte_in_the_data_is_refused(played: ExperienceBuffer, tmp_path: Path):
     played.save(tmp_path)
-    path = tmp_path / "experience.parquet"
+    path = tmp_path / ANSWERS
     column = pq.ParquetFile(path).metadata.row_group(0).column(4)
     whole = bytearray(path.read_bytes())
     start = column.dictionary_page_offset or column.data_page_offset
     whole[start + column.total_compressed_size - 3] ^= 0xFF
     path.write_bytes(bytes(whole))
-    with pytest.raises(CheckpointError, match=r"experience\.parquet: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"answers-00000-of-00001\.parquet: cannot be read"):
         empty().load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["experience.parquet", "experience.json"])
+@pytest.mark.parametrize("name", [ANSWERS, "experience.json"])
 def test_a_missing_file_is_named(name: str, played: ExperienceBuffer, tmp_path: Path):
     played.save(tmp_path)
     (tmp_path / name).unlink()
@@ -241,10 +243,10 @@ def test_a_missing_file_is_named(name: str, played: ExperienceBuffer, tmp_path: 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("format", 2, "not an experience summary of format 1"),
+        ("format", 3, "not an experience summary of format 1 or 2"),
         ("num_answers", -1, "`num_answers` must be a whole number, found -1"),
         ("num_questions", "many", "`num_questions` must be a whole number, found 'many'"),
-        ("num_questions", 1, r"holds \d+ questions and \d+ answers, but experience\.json beside it says 1 and"),
+        ("num_questions", 1, r"hold \d+ questions and \d+ answers, but experience\.json says 1 and"),
         ("retired", [1], "`retired` must be a list of question ids"),
     ],
 )
@@ -265,7 +267,7 @@ def test_a_summary_that_is_not_json_is_refused(played: ExperienceBuffer, tmp_pat
 
 def test_answers_of_a_retired_question_are_refused(played: ExperienceBuffer, tmp_path: Path):
     played.save(tmp_path)
-    rows, _ = table(tmp_path / "experience.parquet")
+    rows, _ = table(tmp_path / ANSWERS)
     path = tmp_path / "experience.json"
     summary = json.loads(path.read_text())
     path.write_text(json.dumps({**summary, "retired": [*summary["retired"], rows["question_id"][0]]}))
@@ -281,14 +283,14 @@ def test_another_group_size_is_refused_with_both_numbers(played: ExperienceBuffe
 
 def test_a_buffer_can_begin_with_the_experience_of_another_run(played: ExperienceBuffer, tmp_path: Path):
     played.save(tmp_path)
-    for path in (tmp_path, tmp_path / "experience.parquet"):
+    for path in (tmp_path, tmp_path / ANSWERS):
         fresh = empty()
         report = fresh.merge_file(path)
         assert (report.questions, report.answers) == (played.num_questions, played.num_answers)
         assert (report.duplicates, report.retired, fresh.retired) == (0, 0, frozenset())
         assert fresh.bucket_sizes() == played.bucket_sizes()
         # Their age counts from the beginning of this run.
-        assert {row.answer.step for row in fresh._rows()} == {0}
+        assert {answer.step for _, answers in fresh.own_answers() for answer in answers} == {0}
 
 
 def test_merging_keeps_what_is_here_and_counts_what_is_left_out(played: ExperienceBuffer, tmp_path: Path):
@@ -300,7 +302,7 @@ def test_merging_keeps_what_is_here_and_counts_what_is_left_out(played: Experien
 
     other = empty()
     play(other, seed=0, steps=60)
-    rows, _ = table(tmp_path / "experience.parquet")
+    rows, _ = table(tmp_path / ANSWERS)
     here = other.retired & set(rows["question_id"])
     assert here
     report = other.merge_file(tmp_path)
@@ -311,3 +313,13 @@ def test_merging_keeps_what_is_here_and_counts_what_is_left_out(played: Experien
 def test_merging_a_file_that_is_not_there_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no such experience file"):
         empty().merge_file(tmp_path / "none.parquet")
+
+
+def test_a_snapshot_is_of_its_moment_and_names_what_it_wrote(played: ExperienceBuffer, tmp_path: Path):
+    before, snapshot = contents(played), played.snapshot()
+    play(played, seed=2, steps=20)
+    assert contents(played) != before
+    assert snapshot.save(tmp_path) == [tmp_path / ANSWERS, tmp_path / "experience.json"]
+    loaded = empty()
+    loaded.load(tmp_path)
+    assert contents(loaded) == before

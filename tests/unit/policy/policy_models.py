@@ -83,13 +83,13 @@ def make_actor(
     )
 
 
-def random_sequences(count: int, seed: int = 0, vocab: int = 37) -> list[TrainSequence]:
+def random_sequences(count: int, seed: int = 0, vocab: int = 37, max_response: int = 14) -> list[TrainSequence]:
     """Sequences of different lengths, fresh and replayed, with old log-probs off the policy and different weights."""
     generator = np.random.default_rng(seed)
     sequences = []
     for index in range(count):
         prompt = generator.integers(0, vocab, generator.integers(1, 9), dtype=np.int32)
-        response = generator.integers(0, vocab, generator.integers(1, 15), dtype=np.int32)
+        response = generator.integers(0, vocab, generator.integers(1, max_response + 1), dtype=np.int32)
         sequences.append(
             TrainSequence(
                 prompt_ids=prompt,

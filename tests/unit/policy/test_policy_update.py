@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,13 +50,24 @@ def test_two_steps_equal_plain_autograd_with_adamw(family: str, tmp_path: Path, 
     assert actor.version == 2
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_result_does_not_depend_on_micro_batches(size: int, tmp_path: Path, group: DataParallel) -> None:
+@pytest.mark.parametrize(
+    "batching",
+    [
+        {"train_micro_batch_size": 1},
+        {"train_micro_batch_size": 2},
+        {"max_total_sequence_length": 22, "dynamic_batching": {"enabled": True, "train_mb_tokens": 40}},
+        {"max_total_sequence_length": 22, "sequence_packing": {"enabled": True, "train_mb_tokens": 40}},
+    ],
+    ids=["1", "2", "dynamic", "packed"],
+)
+def test_the_result_does_not_depend_on_micro_batches(
+    batching: dict[str, Any], tmp_path: Path, group: DataParallel
+) -> None:
     save_model("qwen2", tmp_path)
     sequences = random_sequences(7)
     optimizer = OptimizerConfig(lr=1e-3, adam_eps=1e-4)
     whole = make_actor(tmp_path, group, optimizer, train_micro_batch_size=7)
-    parts = make_actor(tmp_path, group, optimizer, train_micro_batch_size=size)
+    parts = make_actor(tmp_path, group, optimizer, **batching)
     expected = whole.update(sequences, Objective(), temperature=1.0)
     result = parts.update(sequences, Objective(), temperature=1.0)
     assert result.loss == pytest.approx(expected.loss, abs=1e-6)

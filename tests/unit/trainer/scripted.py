@@ -30,6 +30,8 @@ class ScriptedEngine:
     It reports log-probs of -0.5 a token, unless `recorder` is set.
     """
 
+    shared_by_members = False
+
     def __init__(self, tokenizer: Any, questions: Any, script: Script) -> None:
         self.tokenizer, self.script = tokenizer, script
         self.by_prompt = {tuple(question.prompt_ids): question for question in questions}

@@ -154,23 +154,22 @@ def test_a_file_of_another_tokenizer_is_refused(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sections", "num_ranks", "message"),
+    ("sections", "message"),
     [
-        ({}, 1, "experience.prefill_path: required"),
-        ({"experience": {"prefill_path": "{tmp}"}}, 1, "exists: move it away"),
-        ({"experience": {"prefill_path": "{tmp}/new", "enabled": False}}, 1, "experience.enabled = false"),
-        ({"experience": {"prefill_path": "{tmp}/new"}, "sft": {"warm_start": True}}, 1, "sft.warm_start = true"),
-        ({"experience": {"prefill_path": "{tmp}/new"}}, 1, "data.train.solution_key is null"),
-        ({"experience": {"prefill_path": "{tmp}/new"}}, 2, "launched as 2 data-parallel processes"),
+        ({}, "experience.prefill_path: required"),
+        ({"experience": {"prefill_path": "{tmp}"}}, "exists: move it away"),
+        ({"experience": {"prefill_path": "{tmp}/new", "enabled": False}}, "experience.enabled = false"),
+        ({"experience": {"prefill_path": "{tmp}/new"}, "sft": {"warm_start": True}}, "sft.warm_start = true"),
+        ({"experience": {"prefill_path": "{tmp}/new"}}, "data.train.solution_key is null"),
     ],
 )
-def test_a_recipe_that_cannot_be_prefilled_says_which_key_to_change(tmp_path, sections, num_ranks, message):
+def test_a_recipe_that_cannot_be_prefilled_says_which_key_to_change(tmp_path, sections, message):
     raw = make_config(tmp_path).model_dump(mode="json")
     for name, values in sections.items():
         raw[name] |= {key: str(value).format(tmp=tmp_path) if key == "prefill_path" else value
                       for key, value in values.items()}  # fmt: skip
     with pytest.raises(ConfigError, match=message):
-        check_prefill_target(parse_recipe(raw), num_ranks)
+        check_prefill_target(parse_recipe(raw))
 
 
 def test_a_prefill_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):

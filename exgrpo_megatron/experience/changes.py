@@ -1,0 +1,71 @@
+"""What the groups of a step change, worked out from the groups and the retired questions alone: alike everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from exgrpo_megatron.experience.answers import answer_fault
+from exgrpo_megatron.experience.reports import RecordReport, RefusedAnswer
+from exgrpo_megatron.types import Group, StoredAnswer
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one group means for its question."""
+
+    question_id: str
+    bucket: int
+    """k of K; meaningless where the question is solved."""
+    solved: bool
+    """Retire the question and forget its answers."""
+    answers: tuple[StoredAnswer, ...]
+    """Sound new answers; some may be stored already, which only their owner knows."""
+
+
+class Kept(NamedTuple):
+    """What the owner of a question did about a change."""
+
+    stored: int
+    duplicates: int
+    num_answers: int
+    """Answers of the question afterwards."""
+
+
+def changes_of(
+    groups: Sequence[Group], retired: Collection[str], *, step: int, collect: bool
+) -> tuple[list[Change], RecordReport]:
+    """The changes, in the order of the groups, and the part of the report that needs no stored answers."""
+    report, changes = RecordReport(), []
+    solved: set[str] = set()
+    for group in groups:
+        question_id, num_correct = group.question.id, group.num_correct
+        if question_id in retired or question_id in solved:
+            report.already_retired += 1
+        elif num_correct == 0:
+            report.unsolved += 1
+        elif num_correct == group.size:
+            solved.add(question_id)
+            report.retired.append(question_id)
+            changes.append(Change(question_id, num_correct, True, ()))
+        else:
+            answers = _sound_answers(group, step, collect, report)
+            changes.append(Change(question_id, num_correct, False, answers))
+    return changes, report
+
+
+def _sound_answers(group: Group, step: int, collect: bool, report: RecordReport) -> tuple[StoredAnswer, ...]:
+    """The group's new correct answers that can be replayed; counts the others."""
+    correct = [member for member in group.trajectories if member.reward > 0 and not member.replayed]
+    if not collect:
+        report.not_collected += len(correct)
+        return ()
+    sound = []
+    for member in correct:
+        fault = answer_fault(member.token_ids, member.logprobs)
+        if fault is None:
+            sound.append(StoredAnswer(member.token_ids, member.logprobs, member.policy_version, step))
+        else:
+            report.refused.append(RefusedAnswer(group.question.id, fault))
+    return tuple(sound)

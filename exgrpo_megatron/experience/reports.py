@@ -1,0 +1,46 @@
+"""What became of what was given to the buffer; the same on every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RefusedAnswer:
+    """A correct answer that was not stored because it could not have been replayed."""
+
+    question_id: str
+    reason: str
+
+
+@dataclass
+class RecordReport:
+    """What became of the groups of one step."""
+
+    stored: int = 0
+    """New answers stored."""
+    duplicates: int = 0
+    """Correct answers whose token ids were stored already."""
+    not_collected: int = 0
+    """Correct answers left out because nothing is collected yet."""
+    unsolved: int = 0
+    """Groups without a correct answer: nothing changes for their questions."""
+    already_retired: int = 0
+    """Groups of questions retired before this step: nothing is stored for them."""
+    retired: list[str] = field(default_factory=list)
+    """Questions newly retired."""
+    refused: list[RefusedAnswer] = field(default_factory=list)
+
+
+@dataclass
+class MergeReport:
+    """What was taken from an experience file."""
+
+    questions: int = 0
+    """Questions that were not stored before."""
+    answers: int = 0
+    """Answers added."""
+    duplicates: int = 0
+    """Answers left out because their token ids were stored already."""
+    retired: int = 0
+    """Answers left out because their question is retired here."""

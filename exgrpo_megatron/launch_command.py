@@ -1,0 +1,114 @@
+"""`exgrpo launch`: a batch file for Slurm, in which every node runs torchrun and all meet at the first one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.plan.ranks import lay_out
+from exgrpo_megatron.plan_command import planned_processes
+
+_KILL_S = 60
+"""Between the end of torchrun's patience with its ranks and that of Slurm's with the job."""
+
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What Slurm is asked for."""
+
+    nodes: int
+    gpus_per_node: int
+    name: str
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    """Limit, as sbatch takes it."""
+    stop_before_s: int = 600
+    """How long before the limit the run is told to save and stop: longer than a step."""
+
+
+def check_job(config: Config, job: SlurmJob) -> None:
+    """Raise ConfigError where the recipe is not for so many processes, or a value is none that sbatch would take."""
+    world_size = job.nodes * job.gpus_per_node
+    planned_processes(config.cluster, world_size)
+    lay_out(world_size, config.policy.megatron_cfg)
+    if job.time is not None and not _TIME.fullmatch(job.time):
+        raise ConfigError(f"--time {job.time!r}: give minutes, or [days-]hours[:minutes[:seconds]]")
+    if job.stop_before_s <= _KILL_S:
+        raise ConfigError(f"--stop-before-s {job.stop_before_s}: must be more than {_KILL_S}, and longer than a step")
+    for option, value in (("--job-name", job.name), ("--partition", job.partition), ("--account", job.account)):
+        if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
+            raise ConfigError(f"{option} {value!r}: letters, digits and . , _ @ + - only")
+
+
+def batch_file(job: SlurmJob, recipe: Path, overrides: Sequence[str]) -> str:
+    """The text of the batch file. Paths are those of this machine; all nodes must see them."""
+    options = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_node,
+        "partition": job.partition,
+        "account": job.account,
+        "time": job.time,
+        "signal": f"B:USR1@{job.stop_before_s}" if job.time else None,
+        "open-mode": "append",
+        "output": f"{job.name}-%j.log",
+        "chdir": shlex.quote(str(Path.cwd())),
+    }
+    asked = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)
+    arguments = " ".join(map(shlex.quote, ["train", str(recipe), *overrides]))
+    return _TEMPLATE.format(
+        asked=asked,
+        python=shlex.quote(sys.executable),
+        nodes=job.nodes,
+        per_node=job.gpus_per_node,
+        patience=job.stop_before_s - _KILL_S,
+        arguments=arguments,
+    )
+
+
+_TEMPLATE = """\
+#!/usr/bin/env bash
+{asked}
+#SBATCH --requeue
+#
+# Submit it with sbatch. A node that fails, and the time limit, put the job back into the queue, and it goes on from its
+# newest checkpoint; an error ends it.
+set -u
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 20000))
+
+# One torchrun a node. The first one that ends with an error ends the others: a lost node must not leave them waiting.
+srun --kill-on-bad-exit=1 --ntasks={nodes} --ntasks-per-node=1 \\
+    {python} -m torch.distributed.run \\
+    --nnodes={nodes} --nproc-per-node={per_node} --max-restarts=0 --shutdown-timeout={patience} \\
+    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\
+    -m exgrpo_megatron {arguments} &
+step=$!
+
+# Every rank finishes its step and saves on SIGTERM. USR1 comes before the time limit; TERM of scancel and preemption.
+limit_reached=0
+trap 'limit_reached=1; kill -TERM "$step"' USR1
+trap 'kill -TERM "$step"' TERM
+
+status=0
+wait "$step" || status=$?
+while kill -0 "$step" 2>/dev/null; do # a signal ends the wait, not the step
+    status=0
+    wait "$step" || status=$?
+done
+if [ "$limit_reached" -eq 1 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""

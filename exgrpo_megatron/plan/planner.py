@@ -1,0 +1,196 @@
+"""A recipe on so many processes: who shares what, and what each GPU will hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from exgrpo_conversion.architecture import Architecture
+from exgrpo_megatron.config import Config, PolicyConfig
+from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.layout import check_layout, check_positions
+from exgrpo_megatron.plan.activations import TokenLayout
+from exgrpo_megatron.plan.experience_memory import ExperienceBytes, experience_bytes
+from exgrpo_megatron.plan.parameters import Stage, model_elements, stages
+from exgrpo_megatron.plan.ranks import Ranks, lay_out
+from exgrpo_megatron.plan.rollout_memory import RolloutBytes, embedded_rollout
+from exgrpo_megatron.plan.training_memory import HeldBytes, StepBytes, held_bytes, step_bytes
+
+GIB = 1 << 30
+RESERVED_SHARE = 0.08
+"""Of a GPU's memory, left to the CUDA context, communication buffers, workspaces and fragmentation. An assumption."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage: all its ranks hold as much, to within the padding of shared optimizer state."""
+
+    stage: Stage
+    ranks: range
+    held: HeldBytes
+    step: StepBytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe needs on one kind of GPU."""
+
+    architecture: Architecture
+    parameters: int
+    """Of the whole model, unpadded."""
+    ranks: Ranks
+    stages: tuple[StagePlan, ...]
+    rollout: RolloutBytes
+    recomputed: bool
+    """Whether activations are recomputed."""
+    micro_batches: int
+    """Of an optimiser step on one data-parallel rank, at most."""
+    train: TokenLayout
+    score: TokenLayout
+    gpu_bytes: int
+    experience: ExperienceBytes
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.gpu_bytes * (1 - RESERVED_SHARE))
+
+    def peaks(self, stage: StagePlan) -> dict[str, int]:
+        """Bytes on a GPU of the stage in each phase of a step."""
+        engine = self.rollout
+        training = stage.held.total + (0 if engine.sleeps else engine.weights)
+        activations = stage.step.recomputed if self.recomputed else stage.step.kept
+        return {
+            "update": training + activations + stage.step.logits,
+            "scoring": training + stage.step.scoring,
+            "rollout": stage.held.total + engine.weights + engine.kv_cache,
+            "weight push": stage.held.total + engine.weights + engine.loading,
+        }
+
+
+def make_plan(config: Config, architecture: Architecture, world_size: int, gpu_bytes: int) -> Plan:
+    """The plan of a recipe; raises ConfigError where the processes or the model cannot be divided."""
+    policy, layout = config.policy, config.policy.megatron_cfg
+    ranks = lay_out(world_size, layout)
+    check_layout(architecture, layout)
+    check_positions(architecture, policy.max_total_sequence_length)
+    number_bytes = 2 if policy.precision == "bfloat16" else 4
+    train, score = (_tokens(policy, ranks, number_bytes, train=train) for train in (True, False))
+    sequences = -(-policy.train_global_batch_size // ranks.data)
+    # With a token budget a micro-batch holds one sequence at least.
+    micro_batches = sequences if policy.token_budget else -(-sequences // policy.mb_sequences(train=True))
+    return Plan(
+        architecture=architecture,
+        parameters=model_elements(architecture),
+        ranks=ranks,
+        stages=tuple(
+            StagePlan(
+                stage,
+                ranks.of_stage(stage.index),
+                held_bytes(stage, ranks, layout, number_bytes),
+                step_bytes(architecture, stage, ranks, train, score, micro_batches),
+            )
+            for stage in stages(architecture, layout, layout.chunks)
+        ),
+        rollout=_rollout(config, architecture, ranks),
+        recomputed=layout.activation_checkpointing,
+        micro_batches=micro_batches,
+        train=train,
+        score=score,
+        gpu_bytes=gpu_bytes,
+        experience=_experience(config),
+    )
+
+
+def check_fits(plan: Plan, config: Config) -> None:
+    """Raise ConfigError where a phase of a step needs more than a GPU has, with its parts and what to change."""
+    stage, phase, needed = max(
+        ((stage, phase, bytes_) for stage in plan.stages for phase, bytes_ in plan.peaks(stage).items()),
+        key=lambda item: item[2],
+    )
+    if needed <= plan.usable_bytes:
+        return
+    held, engine = stage.held, plan.rollout
+    parts = {
+        "weights": held.weights,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        **_parts_of(phase, stage, plan),
+        "rollout weights": 0 if engine.sleeps and phase in ("update", "scoring") else engine.weights,
+    }
+    listed = " + ".join(f"{name} {bytes_ / GIB:.1f}" for name, bytes_ in parts.items() if bytes_)
+    raise ConfigError(
+        f"does not fit: {phase} needs {needed / GIB:.1f} GiB on each of ranks {stage.ranks[0]}-{stage.ranks[-1]} "
+        f"({listed}), but --gpu-memory-gib {plan.gpu_bytes / GIB:g} leaves {plan.usable_bytes / GIB:.1f} after "
+        f"{RESERVED_SHARE:.0%} for context, communication buffers and fragmentation: {_advice(phase, plan, config)}"
+    )
+
+
+def _parts_of(phase: str, stage: StagePlan, plan: Plan) -> dict[str, int]:
+    step = stage.step
+    activations = step.recomputed if plan.recomputed else step.kept
+    return {
+        "update": {"activations": activations, "logits": step.logits},
+        "scoring": {"scoring": step.scoring},
+        "rollout": {"KV cache": plan.rollout.kv_cache},
+        "weight push": {"second rollout weights": plan.rollout.loading},
+    }[phase]
+
+
+def _advice(phase: str, plan: Plan, config: Config) -> str:
+    layout = config.policy.megatron_cfg
+    fewer = [
+        "raise policy.megatron_cfg.tensor_model_parallel_size "
+        f"({layout.tensor_model_parallel_size}) or pipeline_model_parallel_size ({layout.pipeline_model_parallel_size})"
+    ]
+    if plan.ranks.data * plan.ranks.context > 1 and not layout.optimizer.use_distributed_optimizer:
+        fewer.append("set policy.megatron_cfg.optimizer.use_distributed_optimizer = true")
+    if config.policy.precision == "float32":
+        fewer.append("set policy.precision = bfloat16")
+    if phase == "update" and not plan.recomputed:
+        fewer.append("set policy.megatron_cfg.activation_checkpointing = true")
+    if phase in ("update", "scoring"):
+        fewer.append(f"lower {_micro_batch_key(config.policy, train=phase == 'update')}")
+    generation = config.policy.generation
+    if phase == "rollout":
+        fewer.append(f"lower policy.generation.max_batch_size ({generation.max_batch_size})")
+    return ", ".join(fewer)
+
+
+def _micro_batch_key(policy: PolicyConfig, *, train: bool) -> str:
+    if policy.token_budget is None:
+        name = "train_micro_batch_size" if train else "logprob_batch_size"
+        return f"policy.{name} ({policy.mb_sequences(train=train)})"
+    section = "sequence_packing" if policy.sequence_packing.enabled else "dynamic_batching"
+    name = "train_mb_tokens" if train else "logprob_mb_tokens"
+    return f"policy.{section}.{name} ({policy.mb_tokens(train=train)})"
+
+
+def _tokens(policy: PolicyConfig, ranks: Ranks, number_bytes: int, *, train: bool) -> TokenLayout:
+    positions = responses = policy.mb_tokens(train=train)
+    if policy.token_budget is None:
+        responses = policy.mb_sequences(train=train) * policy.generation.max_new_tokens
+    return TokenLayout(
+        positions=-(-positions // ranks.context),
+        response_tokens=-(-responses // ranks.context),
+        tensor_parallel=ranks.tensor,
+        sequence_parallel=policy.megatron_cfg.sequence_parallel,
+        number_bytes=number_bytes,
+    )
+
+
+def _rollout(config: Config, architecture: Architecture, ranks: Ranks) -> RolloutBytes:
+    generation = config.policy.generation
+    answers = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    rows = min(generation.max_batch_size, -(-answers // ranks.data))
+    columns = config.data.max_input_seq_length + generation.max_new_tokens
+    return embedded_rollout(architecture, rows=rows, columns=columns)
+
+
+def _experience(config: Config) -> ExperienceBytes:
+    grpo = config.grpo
+    questions = grpo.num_prompts_per_step * grpo.max_num_steps if config.experience.enabled else 0
+    return experience_bytes(
+        questions=questions,
+        answers=questions * grpo.num_generations_per_prompt,
+        tokens=config.policy.generation.max_new_tokens,
+        owners=1,
+    )

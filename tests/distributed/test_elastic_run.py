@@ -1,0 +1,128 @@
+"""A run that goes on with another number of processes is the run that was never stopped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from launch import python_path
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+ALIKE = ("reward/", "groups/", "experience/", "policy/", "ratio_", "data/", "rollout/tokens", "rollout/truncated")
+"""Metrics that describe the run, not the machine."""
+
+
+def write_recipe(folder: Path, model: Path) -> None:
+    recipe = {
+        "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "seed": 5, "val_period": 0},
+        "data": {"train": {"generator": "chain_arithmetic", "generator_size": 24}, "max_input_seq_length": 32},
+        "policy": {
+            "model_name": str(model),
+            "train_global_batch_size": 16,
+            "max_total_sequence_length": 80,
+            "generation": {"max_new_tokens": 48},
+            "megatron_cfg": {"optimizer": {"lr": 1e-4, "use_distributed_optimizer": True}},
+        },
+        # Replay is off at first and turned on by a pass rate, so that the schedule has a state to carry over.
+        "experience": {"start_pass_rate": 0.05},
+        "env": {"math": {"num_workers": 1}},
+        "checkpointing": {"save_period": 100, "export_hf": False, "keep_last_n": 3},
+        "logger": {"log_dir": "run", "tensorboard_enabled": False},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def train(folder: Path, processes: int, until: int) -> str:
+    launcher = [] if processes == 1 else [
+        "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+    ]  # fmt: skip
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "exgrpo_megatron",
+        "train",
+        "recipe.yaml",
+        f"grpo.max_num_steps={until}",
+    ]
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, half_trained_model: Path) -> tuple[Path, Path]:
+    """The folders of a run of six steps on one process, and of one on 2, 4 and 1 processes, two steps each."""
+    straight, moved = tmp_path_factory.mktemp("straight"), tmp_path_factory.mktemp("moved")
+    for folder in (straight, moved):
+        write_recipe(folder, half_trained_model)
+    train(straight, 1, 6)
+    for processes, until in ((2, 2), (4, 4), (1, 6)):
+        output = train(moved, processes, until)
+        assert ("resuming from" in output) == (until > 2)
+    return straight / "run", moved / "run"
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_losses_and_what_is_replayed_are_those_of_the_run_that_was_not_stopped(runs: tuple[Path, Path]) -> None:
+    straight, moved = (metrics_of(run) for run in runs)
+    assert [line["step"] for line in moved] == [line["step"] for line in straight] == [1, 2, 3, 4, 5, 6]
+    assert straight[0]["experience/replay_on"] == 0
+    assert sum(line["experience/replayed_questions"] for line in straight[2:]) >= 8
+    for mine, theirs in zip(moved, straight, strict=True):
+        for name, value in theirs.items():
+            if name.startswith(ALIKE) and name not in ("experience/shard_answers", "rollout/tokens_per_s"):
+                assert mine[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (theirs["step"], name)
+
+
+def test_experience_order_and_position_are_the_same_at_the_end(runs: tuple[Path, Path]) -> None:
+    straight, moved = (run / "checkpoints" / "step_000006" for run in runs)
+    for key in ("order", "schedule", "alarm", "skipped_updates", "step"):
+        left, right = (json.loads((folder / "state.json").read_text())[key] for folder in (straight, moved))
+        assert left == right, key
+    left, right = (folder / "experience" for folder in (straight, moved))
+    assert (left / "experience.json").read_text() == (right / "experience.json").read_text()
+    mine, theirs = (rows_of(folder) for folder in (right, left))
+    assert mine.keys() == theirs.keys()
+    assert len(mine) > 10
+    for key, (answer, logprobs) in theirs.items():
+        assert mine[key][0] == answer
+        assert mine[key][1] == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_each_number_of_processes_wrote_as_many_files(runs: tuple[Path, Path]) -> None:
+    """And what they hold together grows from checkpoint to checkpoint."""
+    checkpoints = sorted((runs[1] / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step_000002", "step_000004", "step_000006"]
+    files = [sorted((path / "experience").glob("answers-*.parquet")) for path in checkpoints]
+    assert [len(some) for some in files] == [2, 4, 1]
+    assert all(pq.ParquetFile(path).metadata.num_rows for some in files for path in some)
+    totals = [len(rows_of(path / "experience")) for path in checkpoints]
+    assert totals[0] < totals[1]
+
+
+def rows_of(folder: Path) -> dict[tuple[str, int], tuple[tuple[object, ...], list[float]]]:
+    """(question, index of the answer) -> where it stands and what it is, and its log-probs."""
+    rows = [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    found = {
+        (row["question_id"], row["answer_index"]): (
+            (row["bucket"], row["position"], row["token_ids"], row["policy_version"], row["step"]),
+            row["logprobs"],
+        )
+        for row in rows
+    }
+    assert len(found) == len(rows)
+    return found

@@ -1,0 +1,65 @@
+"""What a process says as it ends, and to whom."""
+
+import os
+import signal
+
+import pytest
+
+from exgrpo_megatron import process
+from exgrpo_megatron.errors import ConfigError, LostRankError
+from exgrpo_megatron.stop import StopSignal
+
+
+def ended(error):
+    """Exit code of a command that raised `error` where it stops on signals."""
+    with pytest.raises(SystemExit) as end, process.reported_errors(), StopSignal().installed():
+        raise error
+    return end.value.code
+
+
+def test_torchrun_finds_the_message_and_the_time_of_a_failed_rank(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert ended(ConfigError("grpo.seed: no")) == 2
+    read = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
+    assert read.message["message"] == "grpo.seed: no"
+    assert abs(read.timestamp - path.stat().st_mtime) < 60
+
+
+def test_a_rank_that_only_lost_another_leaves_no_message_to_take_for_the_cause(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert ended(LostRankError("rank 1 ended without a message", killed=(1,))) == 2
+    assert not path.exists()
+    assert capsys.readouterr().err == "error: rank 1 ended without a message\n"
+
+
+def test_the_first_rank_left_on_a_machine_speaks_for_it(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert ended(LostRankError("rank 8 ended", killed=(8, 10))) == 2
+    assert capsys.readouterr().err == "error: rank 9: rank 8 ended\n"
+
+
+def test_a_signal_of_the_launcher_does_not_cut_the_message_off():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(LostRankError), StopSignal().installed():
+        raise LostRankError("lost")
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_handler_of_before_is_back_once_the_error_is_told():
+    before = signal.getsignal(signal.SIGTERM)
+    ended(ConfigError("no"))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_process_that_is_gone_is_told_from_one_that_runs(data_parallel, monkeypatch):
+    here = (data_parallel._machine, os.getpid())
+    monkeypatch.setattr(data_parallel, "_processes", [here, (here[0], 2**22 + 1), ("elsewhere", 2**22 + 1)])
+    assert data_parallel.killed_ranks() == (1,)
