@@ -204,7 +204,9 @@ class MegatronActor:
     ) -> tuple[Tensor, Tensor, Outputs]:
         logprobs, entropies = self._logprob_entropy(batch, logits, temperature)
         terms = token_terms(logprobs, constants.old_logprobs, constants.advantages, constants.replayed, objective)
-        loss = (constants.policy_weights * terms.policy_loss - constants.entropy_weights * entropies).sum()
+        loss = (constants.policy_weights * terms.policy_loss).sum()
+        if constants.entropy_weights is not None:
+            loss = loss - (constants.entropy_weights * entropies).sum()
         num_tokens = torch.tensor(len(entropies), dtype=torch.int, device=entropies.device)
         if mean_entropy_coeff:
             loss = loss - mean_entropy_coeff * entropies.sum() / max(1, batch.num_tokens)
