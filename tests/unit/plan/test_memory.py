@@ -79,7 +79,7 @@ def test_the_embedded_engine_has_the_whole_model_in_float32_and_twice_while_it_i
 
 def test_vllm_has_what_it_is_given():
     budget = 40 << 30
-    engine = vllm_rollout(QWEN_7B, budget=budget, tensor_parallel=2, number_bytes=2)
+    engine = vllm_rollout(QWEN_7B, budget=budget, kv_cache=None, tensor_parallel=2, number_bytes=2)
     assert engine.weights == PARAMETERS
     assert engine.kv_cache == budget - PARAMETERS
     assert engine.kv_tokens == (budget - PARAMETERS) // 28_672
