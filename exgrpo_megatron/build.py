@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
 from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config
@@ -28,6 +32,8 @@ from exgrpo_megatron.layout import check_layout, check_positions
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
+from exgrpo_megatron.rollout.vllm_checks import check_vllm, kv_cache_bytes
+from exgrpo_megatron.rollout.weight_buckets import check_manifest
 from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.types import Question
 
@@ -57,6 +63,8 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
     architecture = read_architecture(model_dir)
     check_positions(architecture, config.policy.max_total_sequence_length)
     check_layout(architecture, config.policy.megatron_cfg)
+    if config.policy.generation.backend == "vllm":
+        check_vllm(config, architecture, world_size=comm.world_size, data_parallel_size=comm.size)
     tokenizer_dir = Path(config.policy.tokenizer.name or model_dir)
     tokenizer = load_tokenizer(tokenizer_dir)
     if tokenizer.vocab_size > architecture.vocab_size:
@@ -159,11 +167,39 @@ def build_rl_actor(config: Config, model_dir: Path, comm: Communicator) -> Megat
     )
 
 
-def build_engine(config: Config, architecture: Architecture) -> RolloutEngine:
-    """The rollout engine named by policy.generation.backend, without weights yet."""
+def build_engine(
+    config: Config, inputs: Inputs, comm: Communicator, weights: Callable[[], Iterable[tuple[str, Tensor]]]
+) -> RolloutEngine:
+    """The rollout engine named by policy.generation.backend, without weights yet.
+
+    `weights()` gives the weights once more that were loaded last: an engine that fails is replaced.
+    """
+    if config.policy.generation.backend == "vllm":
+        return _build_vllm_engine(config, inputs, comm, weights)
     from exgrpo_megatron.rollout.torch_engine import TorchEngine  # noqa: PLC0415
 
-    return TorchEngine(architecture, max_batch_size=config.policy.generation.max_batch_size)
+    return TorchEngine(inputs.architecture, max_batch_size=config.policy.generation.max_batch_size)
+
+
+def _build_vllm_engine(
+    config: Config, inputs: Inputs, comm: Communicator, weights: Callable[[], Iterable[tuple[str, Tensor]]]
+) -> RolloutEngine:
+    from exgrpo_megatron.rollout.restarts import RestartingEngine  # noqa: PLC0415
+    from exgrpo_megatron.rollout.vllm_engine import VLLMEngine  # noqa: PLC0415
+    from exgrpo_megatron.rollout.vllm_process import VLLMSettings  # noqa: PLC0415
+
+    cfg = config.policy.generation.vllm_cfg
+    settings = VLLMSettings(
+        model_dir=inputs.model_dir,
+        cfg=cfg,
+        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.engine_precision],
+        max_model_len=config.max_model_len,
+        max_batch_size=config.policy.generation.max_batch_size,
+        kv_cache_bytes=kv_cache_bytes(config),
+    )
+    return RestartingEngine(
+        lambda: VLLMEngine(inputs.architecture, settings), weights, comm, max_restarts=cfg.max_restarts
+    )
 
 
 def build_verifier(config: Config) -> MathVerifier:
@@ -174,12 +210,13 @@ def build_verifier(config: Config) -> MathVerifier:
 def build_parts(config: Config, inputs: Inputs, policy: MegatronActor, comm: Communicator) -> Parts:
     """All parts of an RL run around an actor."""
     assert config.data.epoch_order is not None
+    check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
     experience = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt, comm)
     return Parts(
         config=config,
         comm=comm,
         policy=policy,
-        engine=build_engine(config, inputs.architecture),
+        engine=build_engine(config, inputs, comm, policy.export_weights),
         verifier=build_verifier(config),
         tokenizer=inputs.tokenizer,
         order=QuestionOrder(inputs.train.questions, config.grpo.seed, config.data.epoch_order),

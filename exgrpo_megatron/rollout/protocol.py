@@ -42,8 +42,16 @@ class SampledResponse:
     policy_version: int
 
 
+class EngineFailure(RuntimeError):
+    """The engine died, or was left in a state nobody knows: it must be closed and another one made."""
+
+
 class RolloutEngine(Protocol):
     """Samples responses from weights it was given."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often in this run a failed engine was replaced."""
 
     @property
     def shared_by_members(self) -> bool:

@@ -23,6 +23,7 @@ class TorchEngine:
     may round differently in the last bits, which can turn a draw that lies that close to a boundary.
     """
 
+    num_restarts = 0
     shared_by_members = False
     """Every process holds the whole model and samples by itself."""
 

@@ -103,9 +103,9 @@ def actor(config, run, data_parallel):
 
 
 @pytest.fixture(scope="module")
-def sampled(config, inputs, actor):
+def sampled(config, inputs, actor, data_parallel):
     """(prompt, response, log-probs) of four answers of the engine under the trained weights."""
-    engine = build.build_engine(config, inputs.architecture)
+    engine = build.build_engine(config, inputs, data_parallel, actor.export_weights)
     engine.load_weights(actor.export_weights(), actor.version)
     asked = inputs.train.questions[:2]
     requests = [SampleRequest(question.prompt_ids, (2 * index, 2 * index + 1)) for index, question in enumerate(asked)]

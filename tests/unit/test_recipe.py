@@ -107,8 +107,8 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
             ["overlap_param_gather = true", "overlap_grad_reduce = true", "use_distributed_optimizer = true"],
         ),
         (
-            ["policy.generation.vllm_cfg.precision=auto"],
-            ["policy.generation.vllm_cfg", "not supported yet"],
+            ["policy.generation.vllm_cfg.async_engine=false"],
+            ["policy.generation.vllm_cfg.async_engine", "take turns"],
         ),
         (["policy.generation.top_p=0.9"], ["policy.generation.top_p", "recorded log-probs"]),
         (["grpo.max_num_epochs=2"], ["grpo.max_num_epochs", "use grpo.max_num_steps"]),

@@ -78,7 +78,7 @@ def run_steps(monkeypatch, data_parallel):
     def run(config, steps):
         inputs = build.load_inputs(config, data_parallel)
 
-        def engine_of(config, architecture):
+        def engine_of(*_):
             # The script follows the weights' version, so that a resume must restore it.
             engine = ScriptedEngine(inputs.tokenizer, inputs.train.questions, None)
             engine.script = lambda name, samples: answers(name, samples, engine.policy_version)

@@ -38,6 +38,7 @@ class ScriptedEngine:
         self.policy_version = -1
         self.recorder: Recorder = lambda _, ids: np.full(len(ids), -0.5, dtype=np.float32)
         self.calls: list[tuple[str, int]] = []
+        self.num_restarts = 0
 
     def load_weights(self, weights, version):
         self.num_tensors = sum(1 for _ in weights)

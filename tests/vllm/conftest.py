@@ -1,0 +1,1 @@
+"""Tests of rollouts by vLLM; without it each is skipped and says so."""
