@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +27,23 @@ def storage_bytes(tensors: Iterable[Tensor], known: set[int] | None = None) -> i
     return total
 
 
+def chunks(model: Any) -> list[Any]:
+    """The parts of the model that are here: one, or a list of them where stages are cut into chunks."""
+    return list(model) if isinstance(model, list | tuple) else [model]
+
+
+def parameters(actor: MegatronActor) -> list[torch.nn.Parameter]:
+    return [parameter for part in chunks(actor._gpt) for parameter in part.parameters()]
+
+
 def allocated(actor: MegatronActor) -> tuple[int, int, int]:
     """Weights, gradients and optimizer of this process; the optimizer's state is made here."""
     optimizer = actor._optimizer
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner.init_state_fn(inner.optimizer, inner.config)
     known: set[int] = set()
-    weights = storage_bytes(actor._gpt.parameters(), known)
-    gradients = storage_bytes((buffer.grad_data for buffer in actor._model.buffers), known)
+    weights = storage_bytes(parameters(actor), known)
+    gradients = storage_bytes((buffer.grad_data for part in chunks(actor._model) for buffer in part.buffers), known)
     state = []
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in inner.optimizer.param_groups:
@@ -49,6 +59,6 @@ def allocated(actor: MegatronActor) -> tuple[int, int, int]:
 
 
 def planned(actor: MegatronActor, layout: MegatronConfig, ranks: Ranks, stage: int) -> tuple[int, int, int]:
-    number_bytes = 2 if next(actor._gpt.parameters()).dtype == torch.bfloat16 else 4
+    number_bytes = 2 if parameters(actor)[0].dtype == torch.bfloat16 else 4
     held = held_bytes(stages(actor.architecture, layout)[stage], ranks, layout, number_bytes)
     return held.weights, held.gradients, held.optimizer

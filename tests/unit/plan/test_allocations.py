@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
 
-from allocations import allocated, planned
+from allocations import allocated, chunks, parameters, planned
 from policy_models import make_actor, save_model
 
 from exgrpo_megatron.config import MegatronConfig
@@ -45,7 +45,7 @@ def test_activations_are_planned_to_a_tenth(folders, data_parallel, family, prec
     actor = make_actor(
         folders / family, data_parallel, precision=precision, megatron_cfg={"activation_checkpointing": recomputed}
     )
-    saved = {parameter.untyped_storage().data_ptr(): 0 for parameter in actor._gpt.parameters()}
+    saved = {parameter.untyped_storage().data_ptr(): 0 for parameter in parameters(actor)}
     kept = []
 
     def pack(tensor):
@@ -56,7 +56,7 @@ def test_activations_are_planned_to_a_tenth(folders, data_parallel, family, prec
     tokens = torch.randint(0, 37, (ROWS, POSITIONS))
     mask = torch.arange(POSITIONS).expand(ROWS, -1) >= PROMPT
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        actor._model(tokens, None, None, loss_mask=mask)
+        chunks(actor._model)[0](tokens, None, None, loss_mask=mask)
     number_bytes = 2 if precision == "bfloat16" else 4
     layout = TokenLayout(ROWS * POSITIONS, ROWS * (POSITIONS - PROMPT), 1, False, number_bytes)
     arch = actor.architecture
