@@ -114,9 +114,13 @@ def assert_same_run(one, two, steps=STEPS):
     """Same exported weights, experience, position and metrics, bit for bit."""
     assert (one / "hf" / "model.safetensors").read_bytes() == (two / "hf" / "model.safetensors").read_bytes()
     ours, theirs = (folder / "checkpoints" / f"step_{steps:06d}" for folder in (one, two))
-    assert pq.read_table(ours / "experience/answers-00000-of-00001.parquet").equals(
-        pq.read_table(theirs / "experience/answers-00000-of-00001.parquet")
+    files = sorted((theirs / "experience").glob("answers-*.parquet"))
+    assert [path.name for path in files] == sorted(
+        path.name for path in (ours / "experience").glob("answers-*.parquet")
     )
+    assert files
+    for path in files:
+        assert pq.read_table(ours / "experience" / path.name).equals(pq.read_table(path))
     mine, its = (json.loads((folder / "state.json").read_text()) for folder in (ours, theirs))
     assert {**mine, "recipe": None} == {**its, "recipe": None}
     assert untimed(one) == untimed(two)
