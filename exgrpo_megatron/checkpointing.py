@@ -7,11 +7,17 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.background import completed, in_background
+from exgrpo_megatron.comm import Communicator, gather_everyone, together
 from exgrpo_megatron.config import CheckpointConfig
 from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.files import replace_text
@@ -29,42 +35,134 @@ _NAME = re.compile(r"step_(\d{6,})")
 _LEFT_OVER = re.compile(r"step_\d{6,}\.incomplete(_old)?")
 
 
+class Part(Protocol):
+    """A part of a checkpoint that knows what to write."""
+
+    def write(self) -> list[Path]:
+        """Write this process's files and return them; in any thread, and without waiting for another process."""
+
+    def finish(self) -> None:
+        """Called on every process, in the main thread, when all have written; may be collective."""
+
+
+@dataclass(frozen=True)
+class FilesPart:
+    """A part that is whole as soon as its files are written."""
+
+    write_files: Callable[[], list[Path]]
+
+    def write(self) -> list[Path]:
+        return self.write_files()
+
+    def finish(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that has become whole."""
+
+    path: Path
+    write_s: float
+    """Time that writing took, on the slowest process."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint on its way."""
+
+    step: int
+    aside: Path
+    state: dict[str, Any]
+    parts: list[Part]
+    written: Future[_Written]
+
+
+@dataclass(frozen=True)
+class _Written:
+    digests: dict[str, str]
+    """Of this process's files."""
+    seconds: float
+
+
 class CheckpointStore:
-    """The folder of a run's checkpoints, `step_000020` and so on. Methods are collective over all processes."""
+    """The folder of a run's checkpoints, `step_000020` and so on. Methods are collective over all processes.
+
+    `begin` takes a checkpoint and `finish` makes it whole. With `checkpointing.async_save` a thread of each process
+    writes in between; collectives stay in the main thread. Until it is whole, the folder has another name.
+    """
 
     def __init__(self, folder: Path, config: CheckpointConfig, comm: Communicator) -> None:
         self.folder, self.config, self.comm = folder, config, comm
+        self._saving: _Saving | None = None
 
-    def save(self, step: int, state: dict[str, Any], write_parts: Callable[[Path], None]) -> Path:
-        """A checkpoint of `step`: `write_parts(folder)` on every rank, `state` as JSON by rank 0, then the rename.
+    def save(self, step: int, state: dict[str, Any], prepare: Callable[[Path], list[Part]]) -> Path:
+        """`begin` and `finish` at once."""
+        self.begin(step, state, prepare)
+        saved = self.finish(wait=True)
+        assert saved is not None
+        return saved.path
 
-        On any failure the folder is as it was before. `state["metrics"]` decides which checkpoint is the best.
+    def begin(self, step: int, state: dict[str, Any], prepare: Callable[[Path], list[Part]]) -> None:
+        """Take a checkpoint of `step`: what `prepare(folder)` returns on each process, and `state` as JSON.
+
+        `prepare` may be collective, and must copy what may change while it is written. `state["metrics"]` decides which
+        checkpoint is the best. The checkpoint before must be finished.
 
         Raises:
-            CheckpointError: the disk is full, or something else cannot be written.
+            CheckpointError: the folder cannot be made.
         """
-        final, aside = self.folder / f"step_{step:06d}", self.folder / f"step_{step:06d}.incomplete"
-        try:
-            if self.comm.is_main:
-                _make_empty(aside)
-            self.comm.barrier()
-            write_parts(aside)
-            if self.comm.is_main:
-                replace_text(aside / STATE_FILE, json.dumps(state, indent=1))
-            self.comm.barrier()
-            digests = self._digests(aside)
-            if self.comm.is_main:
-                replace_text(aside / DIGESTS_FILE, json.dumps(digests, indent=1))
-                _replace_folder(aside, final)
-        except (OSError, UserError) as error:
-            raise self._not_saved(step, error) from error
-        finally:
-            if self.comm.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
+        assert self._saving is None, "an earlier checkpoint is not finished"
+        aside = self.folder / f"step_{step:06d}.incomplete"
+        with self._all_or_nothing(step, aside):
+            with together(self.comm):
+                if self.comm.is_main:
+                    _make_empty(aside)
+            parts = prepare(aside)
+        write = partial(_write, aside, parts)
+        written = in_background(write) if self.config.async_save else completed(write)
+        self._saving = _Saving(step, aside, state, parts, written)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is begun and not finished; the same on every process."""
+        return self._saving is not None
+
+    def finish(self, *, wait: bool) -> Saved | None:
+        """Make the checkpoint whole that was begun, if it is written everywhere; `wait` for that if it is not.
+
+        On any failure the folder is as it was before.
+
+        Raises:
+            CheckpointError: the disk is full, or something else could not be written.
+        """
+        saving = self._saving
+        if saving is None or (not wait and self.comm.anywhere(not saving.written.done())):
+            return None
+        self._saving = None
+        final = self.folder / f"step_{saving.step:06d}"
+        with self._all_or_nothing(saving.step, saving.aside):
+            with together(self.comm):
+                mine = saving.written.result()
+            for part in saving.parts:
+                part.finish()
+            everyones = gather_everyone(self.comm, mine)
+            with together(self.comm):
+                if self.comm.is_main:
+                    _make_whole(saving, final, [written.digests for written in everyones])
         if self.comm.is_main:
             self._prune()
         self.comm.barrier()
-        return final
+        return Saved(final, max(written.seconds for written in everyones))
+
+    @contextmanager
+    def _all_or_nothing(self, step: int, aside: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, UserError) as error:
+            if self.comm.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise self._not_saved(step, error) from error
 
     def verify(self, checkpoint: Path) -> None:
         """Raise CheckpointError, on every rank, where a file of the checkpoint is missing or not as it was saved."""
@@ -158,6 +256,25 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(state["step"], int):
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} (step = {state['step']!r} is no number)")
     return state
+
+
+def _write(aside: Path, parts: list[Part]) -> _Written:
+    """Every part of this process, and the digests of what it wrote, while that is still in memory."""
+    started = time.perf_counter()
+    files = [path for part in parts for path in part.write()]
+    digests = {str(path.relative_to(aside)): _digest(path) for path in files}
+    return _Written(digests, time.perf_counter() - started)
+
+
+def _make_whole(saving: _Saving, final: Path, digests: list[dict[str, str]]) -> None:
+    """State and digests, then the name of a checkpoint."""
+    replace_text(saving.aside / STATE_FILE, json.dumps(saving.state, indent=1))
+    known = {name: digest for own in digests for name, digest in own.items()}
+    files = sorted(path for path in saving.aside.rglob("*") if path.is_file())
+    names = {str(path.relative_to(saving.aside)): path for path in files}
+    all_digests = {name: known.get(name) or _digest(path) for name, path in names.items()}
+    replace_text(saving.aside / DIGESTS_FILE, json.dumps(all_digests, indent=1))
+    _replace_folder(saving.aside, final)
 
 
 def _digest(path: Path) -> str:

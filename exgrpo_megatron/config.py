@@ -294,6 +294,12 @@ class MegatronConfig(Section):
 
     tensor_model_parallel_size: PositiveInt = key(1, "ranks that share every weight matrix", "ranks")
     pipeline_model_parallel_size: PositiveInt = key(1, "pipeline stages, which share the layers", "ranks")
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = key(
+        None,
+        "chunks of layers on every stage, which micro-batches pass through in turn (interleaved schedule: stages idle "
+        "less and send more); null: one",
+        "chunks",
+    )
     context_parallel_size: PositiveInt = key(1, "ranks that share the positions of every sequence", "ranks")
     expert_model_parallel_size: PositiveInt = key(
         1, "ranks that share experts; 1, for models with experts are refused", "ranks"
@@ -322,6 +328,11 @@ class MegatronConfig(Section):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
+    def chunks(self) -> int:
+        """Parts of the model on every pipeline stage."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
     def sequence_multiple(self) -> int:
         """Positions of a packed sequence are a multiple of this: context-parallel ranks get two equal parts each."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
@@ -348,6 +359,15 @@ class MegatronConfig(Section):
             raise ValueError(
                 "sequence_parallel = true shares positions among tensor-parallel ranks, but "
                 "tensor_model_parallel_size = 1: leave it false, or raise that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_need_stages(self) -> MegatronConfig:
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size = {self.virtual_pipeline_model_parallel_size} cuts pipeline "
+                "stages into chunks, but pipeline_model_parallel_size = 1: leave it null, or raise that"
             )
         return self
 
@@ -642,6 +662,11 @@ class CheckpointConfig(Section):
     enabled: bool = key(True, "save checkpoints, and resume from the newest one")
     checkpoint_dir: Name | None = key(None, "null: <logger.log_dir>/checkpoints", "path")
     save_period: PositiveInt = key(20, "steps between checkpoints; the last step is always saved", "steps")
+    async_save: bool = key(
+        True,
+        "write checkpoints while training goes on, from a copy in host memory of what a process saves (weights, "
+        "optimiser state); false: stop the step until they are written, without the copy",
+    )
     keep_last_n: PositiveInt = key(2, "newest checkpoints kept", "checkpoints")
     metric_name: str = key(
         "validation/pass_rate_greedy",

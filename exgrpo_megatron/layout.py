@@ -80,8 +80,16 @@ def stage_layers(num_layers: int, layout: MegatronConfig) -> list[int]:
             f"layers{set_apart}: every stage that is not set apart has the same number, at least 1"
         )
     even = layers_left // stages_left if stages_left else 0
-    return [
+    sizes = [
         *([first] if first is not None else []),
         *[even] * stages_left,
         *([last] if last is not None else []),
     ]
+    for stage, size in enumerate(sizes):
+        if size % layout.chunks:
+            raise ConfigError(
+                f"policy.megatron_cfg.virtual_pipeline_model_parallel_size = {layout.chunks} does not divide the "
+                f"{size} layers of pipeline stage {stage} (of {num_layers} layers on {stages} stages): every chunk of "
+                "a stage has the same number, at least 1"
+            )
+    return sizes

@@ -121,6 +121,12 @@ METRICS: dict[str, Metric] = {
     "time/push_s": Metric("s", "handing new weights to the rollout engine"),
     "time/record_s": Metric("s", "recording groups into experience"),
     "time/step_s": Metric("s", "the whole step, without evaluation and checkpoints"),
+    "time/save_s": Metric(
+        "s", "how long training stood still after the step to take a checkpoint, or to make one whole"
+    ),
+    "time/save_write_s": Metric(
+        "s", "writing the checkpoint that became whole after the step, in the background (async_save) or not"
+    ),
     "validation/pass_rate_t1": Metric("share", "held-out pass rate of answers sampled at eval.temperature"),
     "validation/pass_rate_greedy": Metric("share", "held-out pass rate of greedy decoding"),
     "validation/response_length": Metric("tokens", "mean length of the sampled held-out responses"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ import numpy as np
 from exgrpo_megatron import build
 from exgrpo_megatron.agreement import AgreementGate
 from exgrpo_megatron.build import Inputs
-from exgrpo_megatron.checkpointing import read_state
+from exgrpo_megatron.checkpointing import FilesPart, Part, read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import CheckpointError, UserError
@@ -112,10 +114,11 @@ class TrainingRun:
             }
             metrics.write(result.step, values)
             stopping = self._stopping(stop)
-            if config.checkpointing.enabled and (
-                last or stopping or result.step % config.checkpointing.save_period == 0
-            ):
-                self._save(values)
+            if config.checkpointing.enabled:
+                leaving = last or stopping
+                save_due = leaving or result.step % config.checkpointing.save_period == 0
+                if times := self._save(values, due=save_due, leaving=leaving):
+                    metrics.write(result.step, times)
             return not stopping
 
         return after_step
@@ -148,21 +151,49 @@ class TrainingRun:
                 self.reporter.note(f"the metrics of an earlier run without a checkpoint are kept as {moved}")
         return open_metrics(self.config, self.comm, self.trainer.last_step)
 
-    def _save(self, values: dict[str, float]) -> None:
-        def write_parts(folder: Path) -> None:
-            self.actor.save(folder / "policy")
-            self.parts.experience.save(folder / "experience")
-            if self.comm.is_main:
-                replace_text(folder / RECIPE_FILE, dump_recipe(self.config))
+    def _save(self, values: dict[str, float], *, due: bool, leaving: bool) -> dict[str, float]:
+        """Make the checkpoint before whole if it is written (wait for it where the next one is `due`), then begin that.
 
-        state = {
+        `leaving`: there is no later moment, so it is made whole now. Returns how long that took.
+        """
+        started = time.perf_counter()
+        times = self._finish_save(wait=due)
+        if due:
+            self.store.begin(self.trainer.last_step, self._state(values), self._snapshot)
+            times |= self._finish_save(wait=leaving or not self.config.checkpointing.async_save)
+        if due or times:
+            times["time/save_s"] = time.perf_counter() - started
+        return times
+
+    def _finish_save(self, *, wait: bool) -> dict[str, float]:
+        saved = self.store.finish(wait=wait)
+        if saved is None:
+            return {}
+        self.last_checkpoint = saved.path
+        return {"time/save_write_s": saved.write_s}
+
+    def _snapshot(self, folder: Path) -> list[Part]:
+        """What this process writes of a checkpoint."""
+        parts: list[Part] = [
+            self.actor.begin_save(folder / "policy", snapshot=self.config.checkpointing.async_save),
+            FilesPart(partial(self.parts.experience.snapshot().save, folder / "experience")),
+        ]
+        if self.comm.is_main:
+            parts.append(FilesPart(partial(self._write_recipe, folder / RECIPE_FILE)))
+        return parts
+
+    def _write_recipe(self, path: Path) -> list[Path]:
+        replace_text(path, dump_recipe(self.config))
+        return [path]
+
+    def _state(self, values: dict[str, float]) -> dict[str, Any]:
+        return {
             **self.trainer.state_dict(),
             "data_fingerprint": self.inputs.train.fingerprint,
             "variant": self.config.variant_table(),
             "recipe": self.config.model_dump(mode="json"),
             "metrics": {name: value for name, value in values.items() if name.startswith("validation/")},
         }
-        self.last_checkpoint = self.store.save(self.trainer.last_step, state, write_parts)
 
     def _resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
         self.store.verify(checkpoint)

@@ -88,7 +88,7 @@ def make_plan(config: Config, architecture: Architecture, world_size: int, gpu_b
                 held_bytes(stage, ranks, layout, number_bytes),
                 step_bytes(architecture, stage, ranks, train, score, micro_batches),
             )
-            for stage in stages(architecture, layout)
+            for stage in stages(architecture, layout, layout.chunks)
         ),
         rollout=_rollout(config, architecture, ranks, gpu_bytes),
         recomputed=layout.activation_checkpointing,

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
-from exgrpo_megatron.comm import Communicator
-from exgrpo_megatron.config import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from exgrpo_megatron.comm import Communicator, together
+from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from exgrpo_megatron.policy import backend, checkpoint, schedule
 from exgrpo_megatron.policy.batch import (
     BatchRule,
@@ -28,7 +27,7 @@ from exgrpo_megatron.policy.batch import (
     pairs,
     token_constants,
 )
-from exgrpo_megatron.policy.model import load_model
+from exgrpo_megatron.policy.model import ResponseModel, load_model
 from exgrpo_megatron.policy.optimizer import apply_gradients, build_optimizer, build_scheduler
 from exgrpo_megatron.policy.schedule import Outputs
 from exgrpo_megatron.policy.weights import WeightExport
@@ -61,15 +60,14 @@ class MegatronActor:
         self.version = 0
         self._policy = policy
         self._gpt, self.architecture = load_model(model_dir, policy)
-        module = Float16Module(self._gpt.config, self._gpt) if policy.precision == "bfloat16" else self._gpt
-        self._model = _data_parallel(self._gpt.config, module, policy.megatron_cfg)
+        self._model = _data_parallel(self._gpt, policy)
         self._weights = WeightExport(self._gpt, self.architecture)
         self._optimizer = build_optimizer(self._model, policy, optimizer)
         self._scheduler = build_scheduler(self._optimizer, optimizer, scheduler, total_updates)
 
     @property
     def device(self) -> torch.device:
-        return next(self._gpt.parameters()).device
+        return next(self._gpt[0].parameters()).device
 
     def score(self, sequences: Sequence[tuple[TokenIds, TokenIds]], temperature: float) -> list[ScoredSequence]:
         """Log-prob and entropy of every response token under softmax(logits / temperature), in the order given.
@@ -103,7 +101,8 @@ class MegatronActor:
         """
         batches = self._micro_batches(list(pairs(sequences)), train=True)
         constants = {batch.members: token_constants(batch, sequences) for batch in batches}
-        self._model.zero_grad_buffer()
+        for chunk in self._model:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
         def loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Outputs]:
@@ -148,10 +147,23 @@ class MegatronActor:
         """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.
 
         Raises:
-            CheckpointError: the folder holds something, or cannot be written.
+            CheckpointError: on every rank, where the folder holds something, or one cannot write.
+        """
+        saving = self.begin_save(folder, snapshot=False)
+        with together(self.comm):
+            saving.write()
+        saving.finish()
+
+    def begin_save(self, folder: Path, *, snapshot: bool) -> checkpoint.PolicySave:
+        """`save` in steps: this one is collective; then each rank writes, in any thread; then all finish it.
+
+        `snapshot`: what is written is what is now, whatever is trained meanwhile; it is copied to host memory.
+
+        Raises:
+            CheckpointError: the folder holds something, or cannot be made.
         """
         schedule.receive_weights(self._model)
-        checkpoint.save(folder, self._checkpointed())
+        return checkpoint.begin_save(folder, self._checkpointed(), snapshot=snapshot)
 
     def load(self, folder: Path) -> None:
         """Resume from what `save` wrote; collective over all ranks. Learning rate, decay and betas stay the recipe's.
@@ -166,7 +178,7 @@ class MegatronActor:
             architecture=self.architecture,
             precision=self._policy.precision,
             version=self.version,
-            model=self._gpt,
+            chunks=self._gpt,
             optimizer=self._optimizer,
             scheduler=self._scheduler,
         )
@@ -192,7 +204,9 @@ class MegatronActor:
     ) -> tuple[Tensor, Tensor, Outputs]:
         logprobs, entropies = self._logprob_entropy(batch, logits, temperature)
         terms = token_terms(logprobs, constants.old_logprobs, constants.advantages, constants.replayed, objective)
-        loss = (constants.policy_weights * terms.policy_loss - constants.entropy_weights * entropies).sum()
+        loss = (constants.policy_weights * terms.policy_loss).sum()
+        if constants.entropy_weights is not None:
+            loss = loss - (constants.entropy_weights * entropies).sum()
         num_tokens = torch.tensor(len(entropies), dtype=torch.int, device=entropies.device)
         if mean_entropy_coeff:
             loss = loss - mean_entropy_coeff * entropies.sum() / max(1, batch.num_tokens)
@@ -221,24 +235,29 @@ class MegatronActor:
         return float(total)
 
 
-def _data_parallel(
-    config: TransformerConfig, module: torch.nn.Module, layout: MegatronConfig
-) -> DistributedDataParallel:
+def _data_parallel(chunks: list[ResponseModel], policy: PolicyConfig) -> list[DistributedDataParallel]:
+    """Each chunk with the sum of its gradients over data-parallel ranks, in float32 whatever the weights are in."""
+    config, layout = chunks[0].config, policy.megatron_cfg
     overlap = layout.distributed_data_parallel_config
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=layout.optimizer.use_distributed_optimizer,
-            overlap_grad_reduce=overlap.overlap_grad_reduce,
-            overlap_param_gather=overlap.overlap_param_gather,
-            bucket_size=overlap.bucket_size,
-        ),
-        module,
-    )
-    if overlap.overlap_grad_reduce:
-        config.no_sync_func = model.no_sync  # gradients are summed over ranks in the last micro-batch only
-    return model
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=layout.optimizer.use_distributed_optimizer,
+                overlap_grad_reduce=overlap.overlap_grad_reduce,
+                overlap_param_gather=overlap.overlap_param_gather,
+                bucket_size=overlap.bucket_size,
+            ),
+            Float16Module(config, chunk) if policy.precision == "bfloat16" else chunk,
+            disable_bucketing=number > 0,  # the sums of later chunks have the passes of the others to hide behind
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    if overlap.overlap_grad_reduce:  # gradients are summed over ranks in the last micro-batch only
+        functions = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    return wrapped
 
 
 def _loss_terms(

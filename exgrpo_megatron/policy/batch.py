@@ -56,7 +56,8 @@ class TokenConstants:
     advantages: Float[Tensor, " tokens"]
     replayed: Bool[Tensor, " tokens"]
     policy_weights: Float[Tensor, " tokens"]
-    entropy_weights: Float[Tensor, " tokens"]
+    entropy_weights: Float[Tensor, " tokens"] | None
+    """None where all are 0: the entropy then needs no backward pass."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def token_constants(batch: MicroBatch, sequences: Sequence[TrainSequence]) -> To
         advantages=per_token(lambda row: row.advantage),
         replayed=per_token(lambda row: float(row.replayed)).bool(),
         policy_weights=per_token(lambda row: row.policy_weight),
-        entropy_weights=per_token(lambda row: row.entropy_weight),
+        entropy_weights=per_token(lambda row: row.entropy_weight) if any(row.entropy_weight for row in rows) else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +19,6 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -32,7 +26,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.errors import CheckpointError
-from exgrpo_megatron.policy import optimizer_state
+from exgrpo_megatron.policy import optimizer_state, sharded_files
+from exgrpo_megatron.policy.sharded_files import ShardedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +42,62 @@ class Checkpointed:
     architecture: Architecture
     precision: str
     version: int
-    model: GPTModel
+    chunks: Sequence[GPTModel]
+    """The parts of the model on this pipeline stage."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
 
-def save(folder: Path, state: Checkpointed) -> None:
-    """Write `state` into `folder`, which must be empty or absent; collective over all ranks.
+class PolicySave:
+    """A save on its way: made by `begin_save`, written by `write`, a checkpoint after `finish`."""
+
+    def __init__(self, files: ShardedFiles) -> None:
+        self._files = files
+
+    def write(self) -> list[Path]:
+        """Write this rank's share and return its files; not collective, and allowed in any thread.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with _as_checkpoint_error(self._what, _ROOM):
+            return self._files.write()
+
+    def finish(self) -> None:
+        """Make it a checkpoint, once every rank's `write` has returned; collective over all ranks.
+
+        Raises:
+            CheckpointError: on every rank, where it cannot be written.
+        """
+        fault: list[str | None] = [None]
+        try:
+            with _as_checkpoint_error(self._what, _ROOM):
+                self._files.finish()
+        except CheckpointError as error:
+            fault = [str(error)]
+        dist.broadcast_object_list(fault, src=0)
+        if fault[0] is not None:
+            raise CheckpointError(fault[0])
+
+    @property
+    def _what(self) -> str:
+        return f"cannot write the checkpoint {self._files.folder}"
+
+
+_ROOM = "check free space and permissions"
+
+
+def begin_save(folder: Path, state: Checkpointed, *, snapshot: bool) -> PolicySave:
+    """A save of `state` into `folder`, which must be empty or absent; collective over all ranks.
+
+    `snapshot`: copy it to host memory, so that training may go on before it is written.
 
     Raises:
-        CheckpointError: the folder holds something, or cannot be written.
+        CheckpointError: the folder holds something, or cannot be made.
     """
     _make_empty(folder)
-    with _as_checkpoint_error(f"cannot write the checkpoint {folder}", "check free space and permissions"):
-        dist_checkpointing.save(
-            {"about": _about(state), **_sharded(state, is_loading=False)}, str(folder), _InThisProcess("torch_dist", 1)
-        )
+    tensors = {"about": _about(state), **_sharded(state, is_loading=False)}
+    return PolicySave(sharded_files.plan(folder, tensors, snapshot=snapshot))
 
 
 def load(folder: Path, state: Checkpointed) -> int:
@@ -75,7 +110,7 @@ def load(folder: Path, state: Checkpointed) -> int:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
     """
     broken = f"cannot read the checkpoint {folder}"
-    for name in (".metadata", "metadata.json"):  # written last
+    for name in (sharded_files.METADATA_FILE, sharded_files.FORMAT_FILE):
         if not (folder / name).is_file():
             raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
     with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
@@ -85,7 +120,8 @@ def load(folder: Path, state: Checkpointed) -> int:
         if _layout(about) != _layout(_about(state)):
             wanted.pop("rng")
         loaded = dist_checkpointing.load(wanted, str(folder))
-    state.model.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(state.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
     if "optimizer" in loaded:
         steps = about.get("optimizer_steps", about["version"])
         optimizer_state.restore(state.optimizer, _parameters(state), loaded["optimizer"], steps)
@@ -103,35 +139,6 @@ def load(folder: Path, state: Checkpointed) -> int:
     return about["version"]
 
 
-class _InThisProcess(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by torch's own writer in one thread of this process.
-
-    Megatron's writer starts a process with `spawn` (which runs a script without a `__main__` guard a second time) and
-    forks another: seconds of start-up for a small model, and both outlive a killed trainer.
-    """
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        dcp.save(
-            mcore_to_pyt_state_dict(grouped, False),
-            storage_writer=_Writer(checkpoint_dir, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Says that the disk is full where torch's zip writer only says that its file has an unexpected length."""
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            cause = error.__context__
-            if isinstance(cause, OSError):
-                raise OSError(cause.errno, cause.strerror) from error
-            raise
-
-
 def _about(state: Checkpointed) -> dict[str, Any]:
     """The part that is the same on every rank."""
     return {
@@ -144,6 +151,7 @@ def _about(state: Checkpointed) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "tensor_parallel": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
+        "chunks": len(state.chunks),
         "context_parallel": mpu.get_context_parallel_world_size(),
     }
 
@@ -152,24 +160,31 @@ def _layout(about: dict[str, Any]) -> str:
     """How the processes that wrote a checkpoint shared the model."""
     return (
         f"{about['world_size']} processes (tensor parallel {about.get('tensor_parallel', 1)}, "
-        f"pipeline {about.get('pipeline_parallel', 1)}, context {about.get('context_parallel', 1)})"
+        f"pipeline {about.get('pipeline_parallel', 1)}, chunks {about.get('chunks', 1)}, "
+        f"context {about.get('context_parallel', 1)})"
     )
 
 
 def _parameters(state: Checkpointed) -> dict[str, torch.nn.Parameter]:
-    """By their name in Megatron's state of the model on this rank."""
-    return dict(state.model.named_parameters())
+    """By their name in Megatron's state of the chunk, behind the chunk's own."""
+    return {
+        f"model{number}.{name}": parameter
+        for number, chunk in enumerate(state.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = None) -> dict[str, Any]:
     """Megatron's sharded state: model, optimizer (if it was ever stepped), and this rank's generators."""
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    model = state.model.sharded_state_dict(metadata=metadata)
-    sharded: dict[str, Any] = {"model": model}
+    sharded: dict[str, Any] = {
+        f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(state.chunks)
+    }
+    model = {f"{chunk}.{name}": tensor for chunk, tensors in sharded.items() for name, tensor in tensors.items()}
     if state.version > 0 if trained is None else trained:
         parameters = _parameters(state)
         sharded["optimizer"] = (
-            optimizer_state.to_load(parameters, model)
+            optimizer_state.to_load(state.optimizer, parameters, model)
             if is_loading
             else optimizer_state.to_save(state.optimizer, parameters, model)
         )

@@ -54,6 +54,7 @@ def lay_out(layout: MegatronConfig, seed: int) -> DataParallel:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds()) // 60,
     )

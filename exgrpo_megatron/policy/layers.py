@@ -22,8 +22,11 @@ def transformer_engine_usable() -> bool:
     return torch.cuda.is_available() and megatron_te.HAVE_TE
 
 
-def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
-    """Transformer Engine's layers where usable, else Megatron-Core's own with `RMSNorm` and `CausalAttention`."""
+def decoder_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules | ModuleSpec:
+    """Transformer Engine's layers where usable, else Megatron-Core's own with `RMSNorm` and `CausalAttention`.
+
+    `chunk`: which of the virtual pipeline's on this stage; None without one.
+    """
     if transformer_engine_usable():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -33,7 +36,8 @@ def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Modu
     attention.core_attention = CausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 class RMSNorm(torch.nn.RMSNorm):

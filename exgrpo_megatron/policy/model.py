@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -62,8 +63,10 @@ class ResponseModel(GPTModel):
         return super()._postprocess(hidden_states, *args, **kwargs)
 
 
-def load_model(folder: Path, policy: PolicyConfig) -> tuple[ResponseModel, Architecture]:
+def load_model(folder: Path, policy: PolicyConfig) -> tuple[list[ResponseModel], Architecture]:
     """The model of a Hugging Face folder, on this rank's device, in `policy.precision`.
+
+    One part of it for each chunk of this pipeline stage: one, or as many as the virtual pipeline says.
 
     Raises:
         CheckpointError: the folder is no supported model, or its tensors are not those its config.json promises.
@@ -73,18 +76,18 @@ def load_model(folder: Path, policy: PolicyConfig) -> tuple[ResponseModel, Archi
         check_tensor_parallel(architecture, policy.megatron_cfg.tensor_model_parallel_size)
         with HFReader(folder) as reader:
             reader.check(manifest(architecture))  # before any memory is taken for the model
-            model = _build(architecture, policy)
-            _fill(model, architecture, reader)
+            chunks = _build(architecture, policy)
+            _fill(chunks, architecture, reader)
     except (UnsupportedModelError, ModelFolderError) as error:
         raise CheckpointError(f"policy.model_name = {folder}: {error}") from error
-    return model.to(_device()), architecture
+    return [chunk.to(_device()) for chunk in chunks], architecture
 
 
-def global_parameters(model: ResponseModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this rank by their name in the whole model, whose layers are counted from the first stage."""
-    layers = model.decoder.layers
+def global_parameters(chunk: ResponseModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a chunk by their name in the whole model, whose layers are counted from the first stage."""
+    layers = chunk.decoder.layers
     first = layers[0].layer_number - 1 if len(layers) else 0  # Megatron counts from 1
-    for name, parameter in model.named_parameters():
+    for name, parameter in chunk.named_parameters():
         yield _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first}.", name), parameter
 
 
@@ -95,18 +98,27 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _build(architecture: Architecture, policy: PolicyConfig) -> ResponseModel:
+def _build(architecture: Architecture, policy: PolicyConfig) -> list[ResponseModel]:
     config = _transformer_config(architecture, policy)
+    chunks = policy.megatron_cfg.virtual_pipeline_model_parallel_size
+    numbers: list[int | None] = [None] if chunks is None else list(range(chunks))
+    return [_build_chunk(config, architecture, policy, number) for number in numbers]
+
+
+def _build_chunk(
+    config: TransformerConfig, architecture: Architecture, policy: PolicyConfig, number: int | None
+) -> ResponseModel:
     scaling = architecture.rope_scaling
     return ResponseModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config),
+        transformer_layer_spec=decoder_spec(config, number),
         vocab_size=padded_vocab_size(
             architecture.vocab_size, VOCAB_MULTIPLE, policy.megatron_cfg.tensor_model_parallel_size
         ),
         max_sequence_length=policy.max_total_sequence_length,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+        vp_stage=number,
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
@@ -137,6 +149,10 @@ def _transformer_config(architecture: Architecture, policy: PolicyConfig) -> Tra
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        # Chunks send forwards and backwards at once. In one batch, two stages alone would mix the two up.
+        overlap_p2p_comm=layout.chunks > 1,
+        batch_p2p_comm=layout.chunks == 1,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel,
         num_layers_in_first_pipeline_stage=layout.num_layers_in_first_pipeline_stage,
@@ -173,16 +189,31 @@ _RECOMPUTE: dict[str, Any] = {
 """Megatron's words for: keep the input of every layer, and compute the rest again."""
 
 
-def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+def sum_gradients(chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Megatron's end of a backward pass (sum over data-parallel ranks, shared weights), without division by tokens."""
     del num_tokens
-    finalize_model_grads(model, None, **options)
+    _start_sums(chunks)
+    finalize_model_grads(chunks, None, **options)
+
+
+def _start_sums(chunks: list[DistributedDataParallel]) -> None:
+    """Start the sums over data-parallel ranks that the backward pass should have started and did not.
+
+    It starts none on a rank without micro-batches, nor in the first pass of a rank, in which Megatron learns which
+    gradients there are; other ranks may have started all. So the order must be theirs: the last chunk first.
+    """
+    for chunk in reversed(chunks):
+        if not chunk.ddp_config.overlap_grad_reduce:
+            return
+        for group in chunk.bucket_groups:
+            if group.grad_reduce_handle is None and not getattr(group, "grad_reduce_finished", False):
+                group.start_grad_sync()
 
 
 @torch.no_grad()
-def _fill(model: ResponseModel, architecture: Architecture, reader: HFReader) -> None:
+def _fill(chunks: list[ResponseModel], architecture: Architecture, reader: HFReader) -> None:
     tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    for name, parameter in global_parameters(model):
+    for name, parameter in chain.from_iterable(map(global_parameters, chunks)):
         full = to_megatron(architecture, name, [reader.get(part) for part in hf_names(architecture, name)])
         if name in (EMBEDDING, OUTPUT_LAYER):
             full = pad_vocab(full, parameter.shape[0] * tp_size)

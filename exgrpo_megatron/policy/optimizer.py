@@ -23,9 +23,12 @@ class Step:
     learning_rate: float
 
 
-def build_optimizer(model: DistributedDataParallel, policy: PolicyConfig, config: OptimizerConfig) -> MegatronOptimizer:
-    """AdamW over every weight of `model`; biases and norms are not decayed (Megatron's rule)."""
+def build_optimizer(
+    chunks: list[DistributedDataParallel], policy: PolicyConfig, config: OptimizerConfig
+) -> MegatronOptimizer:
+    """AdamW over every weight of the model's `chunks`; biases and norms are not decayed (Megatron's rule)."""
     bf16 = policy.precision == "bfloat16"
+    exchange = chunks[0].ddp_config
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=config.optimizer,
@@ -37,11 +40,11 @@ def build_optimizer(model: DistributedDataParallel, policy: PolicyConfig, config
             adam_eps=config.adam_eps,
             clip_grad=policy.max_grad_norm,
             bf16=bf16,
-            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
-            overlap_param_gather=model.ddp_config.overlap_param_gather,
+            use_distributed_optimizer=exchange.use_distributed_optimizer,
+            overlap_param_gather=exchange.overlap_param_gather,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
         ),
-        [model],
+        chunks,
     )
 
 

@@ -8,14 +8,15 @@ correction is silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from torch import Tensor
+
+from exgrpo_megatron.policy.pieces import pieces
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "fp32_param"
@@ -35,40 +36,36 @@ def steps_taken(optimizer: MegatronOptimizer) -> int:
 @torch.no_grad()
 def to_save(
     optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter], sharded: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Any]:
     """Megatron's sharded tensors of the state, by parameter name and part of the state.
 
-    `sharded` are those of the model. Collective over data-parallel ranks: with the distributed optimizer they put each
-    tensor together.
+    `sharded` are those of the model. With the distributed optimizer each data-parallel rank gives what it keeps, as
+    pieces of the parameter: nothing is put together or copied.
     """
-    optimizer = _single(optimizer)
-    return {
-        name: {
-            part: make_sharded_optimizer_tensor(sharded[name], tensor, f"optimizer.state.{part}")
-            for part, tensor in _whole_state(optimizer, parameter).items()
-        }
-        for name, parameter in parameters.items()
-    }
+    inner = _single(optimizer).optimizer
+
+    def kept(main: Tensor, part: str) -> Tensor:
+        return main.detach() if part == _MAIN else inner.state[main][part]
+
+    return _sharded_state(_single(optimizer), parameters, sharded, kept)
 
 
-def to_load(parameters: Mapping[str, torch.nn.Parameter], sharded: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What `to_save` gives, with memory to load into."""
-    return {
-        name: {
-            part: make_sharded_optimizer_tensor(
-                sharded[name], torch.empty_like(parameter, dtype=torch.float32), f"optimizer.state.{part}"
-            )
-            for part in _parts(parameter)
-        }
-        for name, parameter in parameters.items()
-    }
+def to_load(
+    optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter], sharded: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `to_save` gives, with memory to load into: for what this rank keeps, and no more."""
+
+    def empty(main: Tensor, _: str) -> Tensor:
+        return torch.empty_like(main, dtype=torch.float32)
+
+    return _sharded_state(_single(optimizer), parameters, sharded, empty)
 
 
 @torch.no_grad()
 def restore(
     optimizer: MegatronOptimizer,
     parameters: Mapping[str, torch.nn.Parameter],
-    loaded: Mapping[str, Mapping[str, Tensor]],
+    loaded: Mapping[str, Mapping[str, Any]],
     steps: int,
 ) -> None:
     """Make the state the one `to_load` was filled with, after `steps` steps. Options of the optimizer stay."""
@@ -76,11 +73,10 @@ def restore(
     inner = optimizer.optimizer
     optimizer.init_state_fn(inner, optimizer.config)
     for name, parameter in parameters.items():
-        for main, own in _own_part(optimizer, parameter):
-            for part in _MOMENTS:
-                inner.state[main][part].copy_(own(loaded[name][part]))
-            if _MAIN in loaded[name]:
-                main.copy_(own(loaded[name][_MAIN]))
+        for main, _ in _own_part(optimizer, parameter):
+            for part in _parts(parameter):
+                target = main if part == _MAIN else inner.state[main][part]
+                target.copy_(_joined(loaded[name][part]).view_as(target))
     for group in inner.param_groups:
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             group["step"] = steps
@@ -109,39 +105,45 @@ def _parts(parameter: torch.nn.Parameter) -> tuple[str, ...]:
     return _MOMENTS if parameter.dtype == torch.float32 else (*_MOMENTS, _MAIN)
 
 
-class _Range:
-    """Some elements, in a row, of a parameter."""
+def _own_part(
+    optimizer: MegatronOptimizer, parameter: torch.nn.Parameter
+) -> Iterator[tuple[Tensor, tuple[int, int] | None]]:
+    """What the inner optimizer steps for `parameter` on this rank, if anything.
 
-    def __init__(self, start: int, end: int) -> None:
-        self.start, self.end = start, end
-
-    def __call__(self, whole: Tensor) -> Tensor:
-        return whole.view(-1)[self.start : self.end]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _own_part(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> Iterator[tuple[Tensor, Any]]:
-    """What the inner optimizer steps for `parameter` on this rank, if anything, and the view of the parameter it is."""
+    With the distributed optimizer it is a flat tensor, and the elements (start, end) of the parameter are its; without,
+    it is the whole, and None.
+    """
     if not isinstance(optimizer, DistributedOptimizer):
-        yield getattr(parameter, "main_param", parameter), _whole
+        yield getattr(parameter, "main_param", parameter), None
     elif parameter in optimizer.model_param_group_index_map:
         group, index = optimizer.model_param_group_index_map[parameter]
         own = optimizer._get_model_param_range_map(parameter)["param"]
-        yield optimizer.optimizer.param_groups[group]["params"][index], _Range(own.start, own.end)
+        yield optimizer.optimizer.param_groups[group]["params"][index], (own.start, own.end)
 
 
-def _whole_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    if not isinstance(optimizer, DistributedOptimizer):
-        main = getattr(parameter, "main_param", parameter)
-        state = {part: optimizer.optimizer.state[main][part] for part in _MOMENTS}
-        return {part: main if part == _MAIN else state[part] for part in _parts(parameter)}
-    whole = {part: torch.zeros_like(parameter, dtype=torch.float32) for part in _parts(parameter)}
-    for main, own in _own_part(optimizer, parameter):
-        for part, tensor in whole.items():
-            own(tensor).copy_(main if part == _MAIN else optimizer.optimizer.state[main][part])
-    for tensor in whole.values():
-        dist.all_reduce(tensor, group=optimizer.data_parallel_group)  # each element is 0 on all ranks but one
-    return whole
+def _sharded_state(
+    optimizer: MegatronOptimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    sharded: Mapping[str, Any],
+    tensor_of: Callable[[Tensor, str], Tensor],
+) -> dict[str, Any]:
+    """By parameter and part; `tensor_of` what is stepped, and the part."""
+    state: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        for main, elements in _own_part(optimizer, parameter):
+            state[name] = {}
+            for part in _parts(parameter):
+                key, tensor = f"optimizer.state.{part}", tensor_of(main, part)
+                state[name][part] = (
+                    make_sharded_optimizer_tensor(sharded[name], tensor, key)
+                    if elements is None
+                    else pieces(sharded[name], tuple(parameter.shape), tensor, elements[0], key)
+                )
+    return state
+
+
+def _joined(loaded: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """A loaded tensor, or its pieces one after another."""
+    if isinstance(loaded, Tensor):
+        return loaded
+    return torch.cat([loaded[str(number)].view(-1) for number in range(len(loaded))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,11 @@ sums over these."""
 
 
 def run(
-    model: DistributedDataParallel, batches: Sequence[MicroBatch], function: OutputFunction, *, forward_only: bool
+    chunks: list[DistributedDataParallel],
+    batches: Sequence[MicroBatch],
+    function: OutputFunction,
+    *,
+    forward_only: bool,
 ) -> list[Outputs]:
     """Each micro-batch through the model; the outputs of all its response tokens, the same on all ranks that share the
     model.
@@ -39,38 +44,58 @@ def run(
     or with weights still on their way, waits for the others.
     """
     if not batches:
-        _take_part(model, forward_only=forward_only)
+        _take_part(chunks, forward_only=forward_only)
         return []
+    padded = _padded(batches, len(chunks))
 
     def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, OutputFunction]:
         batch = next(iterator)
         output = module(
             batch.tokens, None, None, loss_mask=batch.predicts_response, packed_seq_params=_packed_seq_params(batch)
         )
-        return output, partial(function, batch)
+        return output, partial(function, batch) if batch.members else _nothing
 
     rows = batches[0].tokens.shape[0]
     outputs = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
+        data_iterator=[iter(padded) for _ in chunks] if len(chunks) > 1 else iter(padded),
+        model=chunks,
+        num_microbatches=len(padded),
         seq_length=batches[0].num_positions // rows,
         micro_batch_size=rows,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
-    return from_last_stage(_of_all_tokens(batches, outputs) if outputs else outputs)
+    own = outputs[: len(batches)]
+    return from_last_stage(_of_all_tokens(batches, own) if own else own)
 
 
-def receive_weights(model: DistributedDataParallel) -> None:
+def receive_weights(chunks: Sequence[DistributedDataParallel]) -> None:
     """Wait until the weights of the last optimiser step are here; collective over data-parallel ranks.
 
     With overlap_param_gather they come during the next forward pass, in this order.
     """
-    if model.ddp_config.overlap_param_gather:
-        for bucket_group in reversed(model.bucket_groups):
-            bucket_group.finish_param_sync()
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            for bucket_group in reversed(chunk.bucket_groups):
+                bucket_group.finish_param_sync()
+
+
+def _padded(batches: Sequence[MicroBatch], chunks: int) -> list[MicroBatch]:
+    """The interleaved schedule takes as many micro-batches as there are stages at a time: the last round is filled up.
+
+    What it is filled up with has no members, asks for no logits, and so has a gradient of exactly 0.
+    """
+    if chunks == 1:
+        return list(batches)
+    last = batches[-1]
+    filler = replace(last, members=(), predicts_response=torch.zeros_like(last.predicts_response))
+    return [*batches, *[filler] * (-len(batches) % mpu.get_pipeline_model_parallel_world_size())]
+
+
+def _nothing(logits: Tensor, *, non_loss_data: bool = False) -> object:
+    """What a loss function answers for a micro-batch that only fills the schedule up."""
+    return {} if non_loss_data else (logits.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {})
 
 
 def _packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:
@@ -115,11 +140,8 @@ def _put_together(num_tokens: int, parts: Sequence[tuple[Tensor, Outputs]]) -> O
     return whole
 
 
-def _take_part(model: DistributedDataParallel, *, forward_only: bool) -> None:
+def _take_part(chunks: list[DistributedDataParallel], *, forward_only: bool) -> None:
     """Give the data-parallel ranks that have micro-batches what they wait for: weights, and a gradient of zero."""
-    receive_weights(model)
-    if forward_only:
-        return
-    if model.ddp_config.overlap_grad_reduce:
-        model.start_grad_sync()
-    sum_gradients([model])
+    receive_weights(chunks)
+    if not forward_only:
+        sum_gradients(chunks)

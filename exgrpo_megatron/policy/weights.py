@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,15 @@ class _Entry:
 
 
 class WeightExport:
-    """Streams the weights of `model`, which has `architecture`. Made and used by all ranks that share the model."""
+    """Streams the weights of a model of `architecture`, of which this rank has `chunks`.
 
-    def __init__(self, model: ResponseModel, architecture: Architecture) -> None:
+    Made and used by all ranks that share the model.
+    """
+
+    def __init__(self, chunks: Sequence[ResponseModel], architecture: Architecture) -> None:
         self._architecture = architecture
-        self._own = dict(global_parameters(model))
+        self._chunks = [dict(global_parameters(chunk)) for chunk in chunks]
+        self._own = dict(chain.from_iterable(chunk.items() for chunk in self._chunks))
         self._device = next(iter(self._own.values())).device
         self._plan = self._whole_model()
 
@@ -58,14 +63,19 @@ class WeightExport:
 
     def _whole_model(self) -> list[_Entry]:
         stage = mpu.get_pipeline_model_parallel_rank()
-        own = [_Entry(name, stage, tuple(tensor.shape), tensor.dtype) for name, tensor in self._own.items()]
-        stages: list[list[_Entry]] = [own]
+        own = [
+            [_Entry(name, stage, tuple(tensor.shape), tensor.dtype) for name, tensor in chunk.items()]
+            for chunk in self._chunks
+        ]
+        stages: list[list[list[_Entry]]] = [own]
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             stages = [[] for _ in range(mpu.get_pipeline_model_parallel_world_size())]
             dist.all_gather_object(stages, own, group=mpu.get_pipeline_model_parallel_group())
         # The output layer of a tied model is a copy of the embedding, which has its own name.
         skipped = {OUTPUT_LAYER} if self._architecture.tied else set()
-        return [entry for entries in stages for entry in entries if entry.name not in skipped]
+        # The first chunks of all stages come before the second ones.
+        chunks = chain.from_iterable(zip(*stages, strict=True))
+        return [entry for entries in chunks for entry in entries if entry.name not in skipped]
 
     def _from_stage(self, entry: _Entry) -> Tensor:
         """This tensor-parallel rank's part of the parameter, whichever stage has it."""

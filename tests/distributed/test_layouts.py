@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 SP = {"sequence_parallel": True}
 ZERO = {"optimizer": {"use_distributed_optimizer": True}}
@@ -58,6 +59,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "TP2 x DP2 + distributed optimizer": TP2 | ZERO,
         "PP2 x DP2": PP2,
         "PP2 x DP2 + distributed optimizer + overlap": PP2 | ZERO | OVERLAP,
+        "PP2 x DP2, 2 chunks a stage + distributed optimizer + overlap": PP2 | VPP2 | ZERO | OVERLAP,
         "CP2 x TP2": CP2 | TP2,
         "CP2 x TP2 + sequence parallel": CP2 | TP2 | SP,
         "CP2 x PP2": CP2 | PP2,

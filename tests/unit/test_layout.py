@@ -53,10 +53,19 @@ def layout(**keys) -> MegatronConfig:
             },
             [16, 12],
         ),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 7}, [14, 14]),
     ],
 )
 def test_layers_are_shared_out_among_stages(keys, expected):
     assert stage_layers(28, layout(**keys)) == expected
+
+
+def test_chunks_that_do_not_divide_a_stage_are_refused_with_the_stage():
+    uneven = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 16}
+    with pytest.raises(
+        ConfigError, match=r"virtual_pipeline_model_parallel_size = 8 does not divide the 12 layers of pipeline stage 1"
+    ):
+        stage_layers(28, layout(**uneven, virtual_pipeline_model_parallel_size=8))
 
 
 @pytest.mark.parametrize(

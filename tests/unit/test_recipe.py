@@ -99,6 +99,10 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
             ["policy.megatron_cfg", "sequence_parallel = true", "tensor_model_parallel_size = 1"],
         ),
         (
+            ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"],
+            ["virtual_pipeline_model_parallel_size = 2", "pipeline_model_parallel_size = 1"],
+        ),
+        (
             ["policy.megatron_cfg.num_layers_in_last_pipeline_stage=3"],
             ["num_layers_in_last_pipeline_stage = 3", "pipeline_model_parallel_size = 1"],
         ),

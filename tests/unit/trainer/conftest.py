@@ -54,10 +54,12 @@ def made_once(monkeypatch, shared_verifier, shared_model):
 class StopAfter(SilentReporter):
     """Asks for a stop, as SIGTERM does, once `steps` steps are done."""
 
-    def __init__(self, stop, steps):
-        self.stop, self.left, self.notes = stop, steps, []
+    def __init__(self, stop, steps, on_step):
+        self.stop, self.left, self.notes, self.done, self.on_step = stop, steps, [], 0, on_step
 
     def step_line(self, metrics):
+        self.done += 1
+        self.on_step(self.done)
         self.left -= 1
         self.stop.requested = self.left == 0
 
@@ -73,9 +75,12 @@ def answers(question_id, samples, version):
 
 @pytest.fixture
 def run_steps(monkeypatch, data_parallel):
-    """Runs a recipe for a number of steps (resuming if it can); returns the run and what it noted."""
+    """Runs a recipe for a number of steps (resuming if it can); returns the run and what it noted.
 
-    def run(config, steps):
+    `on_step` gets the number of each step of this run that is done, before anything is saved.
+    """
+
+    def run(config, steps, on_step=lambda number: None):
         inputs = build.load_inputs(config, data_parallel)
 
         def engine_of(*_):
@@ -86,7 +91,7 @@ def run_steps(monkeypatch, data_parallel):
 
         monkeypatch.setattr(build, "build_engine", engine_of)
         stop = StopSignal()
-        reporter = StopAfter(stop, steps)
+        reporter = StopAfter(stop, steps, on_step)
         training = TrainingRun(config, inputs, inputs.model_dir, data_parallel, reporter)
         training.run(stop)
         return training, reporter.notes

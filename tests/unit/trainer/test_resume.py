@@ -163,7 +163,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, data_parallel):
     state = dict.fromkeys(STATE_KEYS)
     for step, rate in ((1, 0.2), (2, 0.9), (3, 0.5), (4, None)):
         metrics = {} if rate is None else {"validation/pass_rate_greedy": rate}
-        store.save(step, {**state, "step": step, "metrics": metrics}, lambda folder: None)
+        store.save(step, {**state, "step": step, "metrics": metrics}, lambda folder: [])
     assert sorted(path.name for path in store.folder.iterdir()) == ["step_000002", "step_000004"]
     assert store.best() == store.folder / "step_000002"
 
