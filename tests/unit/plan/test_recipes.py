@@ -66,7 +66,7 @@ def test_their_batch_is_the_papers(name):
         (["policy.generation.vllm_cfg.tensor_parallel_size=4", "policy.megatron_cfg.tensor_model_parallel_size=2",
           "policy.megatron_cfg.pipeline_model_parallel_size=8"], ["must divide policy.megatron_cfg.tensor_model"]),
         (["policy.megatron_cfg.activation_checkpointing=false", "policy.sequence_packing.train_mb_tokens=18432"],
-         ["update needs", "activations 91.2", "activation_checkpointing = true", "train_mb_tokens (18432)"]),
+         ["update needs", "activations 88.0", "activation_checkpointing = true", "train_mb_tokens (18432)"]),
         (["policy.generation.backend=embedded"], ["weight push needs", "second rollout weights 262.8", "= vllm"]),
     ],
     ids=["no room for one answer", "too much for vLLM", "heads", "layout", "activations", "embedded"],
