@@ -35,6 +35,28 @@ def check_positions(architecture: Architecture, longest: int) -> None:
         )
 
 
+def check_engine_layout(
+    architecture: Architecture, layout: MegatronConfig, ranks: int, world_size: int, data_parallel_size: int
+) -> None:
+    """Raise ConfigError where `ranks` ranks cannot share a vLLM engine: they follow one another, and must all belong to
+    one data-parallel rank."""
+    name = f"policy.generation.vllm_cfg.tensor_parallel_size = {ranks}"
+    for key, size in (
+        ("num_attention_heads", architecture.num_heads),
+        ("num_key_value_heads", architecture.num_kv_heads),
+        ("intermediate_size", architecture.ffn_size),
+    ):
+        if size % ranks:
+            raise ConfigError(f"{name} does not divide the model's {key} = {size}")
+    alone = data_parallel_size == 1 and world_size % ranks == 0
+    if not alone and layout.tensor_model_parallel_size % ranks:
+        raise ConfigError(
+            f"{name} must divide policy.megatron_cfg.tensor_model_parallel_size = "
+            f"{layout.tensor_model_parallel_size}, or, where there is one data-parallel rank (here "
+            f"{data_parallel_size}), the {world_size} processes"
+        )
+
+
 def stage_layers(num_layers: int, layout: MegatronConfig) -> list[int]:
     """Number of layers of each pipeline stage.
 

@@ -5,11 +5,11 @@ MLP, fewer key-value heads than query heads, and attention that never writes out
 on one of t tensor-parallel ranks (h hidden, q query, k key, f MLP width, d head; c bytes of the training precision):
 
     2 h (4 + 4 + c)       two norms, computed in float32: input, scaled input, output   (/ t with sequence parallel)
-    c (q + 2 k) / t       queries, keys and values, sequence by sequence in memory
+    c (q + 2 k) / t       rotated queries and keys, and values
     c (q + q) / t         attended values, and their copy in the order the output projection reads
     c (5 f) / t           gate and up (one tensor), silu(gate), up once more, and the product
     c (4 d)               sines and cosines of the rotation
-    (4 + 4) (q + k) / t   norms of queries and keys, where a model has them
+    (4 + 4 + c) (q + k) / t   norms of queries and keys, where a model has them
 
 and one float32 for each head and norm. Fused norms (Transformer Engine) keep less: this is the larger of the two.
 Recomputation keeps c h a layer, and has one layer's whole sum at a time in the backward pass. Context parallel ranks
@@ -51,7 +51,7 @@ def layer_bytes(arch: Architecture, tokens: TokenLayout) -> int:
     queries, keys = arch.num_heads * arch.head_dim // shared, arch.num_kv_heads * arch.head_dim // shared
     norms = 2 * arch.hidden_size * (2 * _FLOAT32 + c) // tokens.hidden_share
     attention = c * ((queries + 2 * keys) + 2 * queries + 4 * arch.head_dim)
-    head_norms = 2 * _FLOAT32 * (queries + keys) if arch.qk_norm else 0
+    head_norms = (2 * _FLOAT32 + c) * (queries + keys) if arch.qk_norm else 0
     mlp = c * 5 * arch.ffn_size // shared
     statistics = _FLOAT32 * (arch.num_heads // shared + 2)
     return tokens.positions * (norms + attention + head_norms + mlp + statistics)

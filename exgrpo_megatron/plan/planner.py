@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.config import Config, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.layout import check_layout, check_positions
+from exgrpo_megatron.layout import check_engine_layout, check_layout, check_positions
 from exgrpo_megatron.plan.activations import TokenLayout
 from exgrpo_megatron.plan.experience_memory import ExperienceBytes, experience_bytes
 from exgrpo_megatron.plan.parameters import Stage, model_elements, stages
 from exgrpo_megatron.plan.ranks import Ranks, lay_out
-from exgrpo_megatron.plan.rollout_memory import RolloutBytes, embedded_rollout
+from exgrpo_megatron.plan.rollout_memory import RolloutBytes, embedded_rollout, vllm_rollout
 from exgrpo_megatron.plan.training_memory import HeldBytes, StepBytes, held_bytes, step_bytes
 
 GIB = 1 << 30
@@ -90,7 +90,7 @@ def make_plan(config: Config, architecture: Architecture, world_size: int, gpu_b
             )
             for stage in stages(architecture, layout, layout.chunks)
         ),
-        rollout=_rollout(config, architecture, ranks),
+        rollout=_rollout(config, architecture, ranks, gpu_bytes),
         recomputed=layout.activation_checkpointing,
         micro_batches=micro_batches,
         train=train,
@@ -150,8 +150,13 @@ def _advice(phase: str, plan: Plan, config: Config) -> str:
     if phase in ("update", "scoring"):
         fewer.append(f"lower {_micro_batch_key(config.policy, train=phase == 'update')}")
     generation = config.policy.generation
-    if phase == "rollout":
-        fewer.append(f"lower policy.generation.max_batch_size ({generation.max_batch_size})")
+    if generation.backend == "embedded":
+        if phase == "rollout":
+            fewer.append(f"lower policy.generation.max_batch_size ({generation.max_batch_size})")
+        fewer.append("set policy.generation.backend = vllm")
+    elif phase in ("rollout", "weight push"):
+        given = generation.vllm_cfg.gpu_memory_utilization
+        fewer.append(f"lower policy.generation.vllm_cfg.gpu_memory_utilization ({given})")
     return ", ".join(fewer)
 
 
@@ -177,12 +182,35 @@ def _tokens(policy: PolicyConfig, ranks: Ranks, number_bytes: int, *, train: boo
     )
 
 
-def _rollout(config: Config, architecture: Architecture, ranks: Ranks) -> RolloutBytes:
+def _rollout(config: Config, architecture: Architecture, ranks: Ranks, gpu_bytes: int) -> RolloutBytes:
     generation = config.policy.generation
+    if generation.backend == "vllm":
+        return _vllm(config, architecture, ranks, gpu_bytes)
     questions = -(-config.grpo.num_prompts_per_step // ranks.world_size)  # every process samples its part
     rows = min(generation.max_batch_size, questions * config.grpo.num_generations_per_prompt)
     columns = config.data.max_input_seq_length + generation.max_new_tokens
     return embedded_rollout(architecture, rows=rows, columns=columns)
+
+
+def _vllm(config: Config, architecture: Architecture, ranks: Ranks, gpu_bytes: int) -> RolloutBytes:
+    cfg, layout = config.policy.generation.vllm_cfg, config.policy.megatron_cfg
+    check_engine_layout(architecture, layout, cfg.tensor_parallel_size, ranks.world_size, ranks.data)
+    engine = vllm_rollout(
+        architecture,
+        budget=int(cfg.gpu_memory_utilization * gpu_bytes),
+        kv_cache=cfg.kv_cache_memory_bytes,
+        tensor_parallel=cfg.tensor_parallel_size,
+        number_bytes=2 if config.engine_precision == "bfloat16" else 4,
+    )
+    if engine.kv_tokens < config.max_model_len:
+        raise ConfigError(
+            f"does not fit: vLLM's weights take {engine.weights / GIB:.1f} GiB of a GPU, and what is left for keys and "
+            f"values, {engine.kv_cache / GIB:.1f} GiB, has room for {engine.kv_tokens:,} positions, fewer than one "
+            f"sequence of {config.max_model_len:,} (policy.generation.vllm_cfg.max_model_len): raise "
+            f"policy.generation.vllm_cfg.gpu_memory_utilization ({cfg.gpu_memory_utilization}) or tensor_parallel_size "
+            f"({cfg.tensor_parallel_size})"
+        )
+    return engine
 
 
 def _experience(config: Config, ranks: Ranks) -> ExperienceBytes:

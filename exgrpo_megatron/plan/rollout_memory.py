@@ -47,10 +47,11 @@ def embedded_rollout(arch: Architecture, *, rows: int, columns: int) -> RolloutB
 
 
 def vllm_rollout(
-    arch: Architecture, *, budget: int, tensor_parallel: int, number_bytes: int, kv_number_bytes: int | None = None
+    arch: Architecture, *, budget: int, kv_cache: int | None, tensor_parallel: int, number_bytes: int
 ) -> RolloutBytes:
-    """vLLM with `budget` bytes of the GPU, of which it gives to keys and values what its weights leave."""
+    """vLLM with `budget` bytes of the GPU, of which keys and values get what the weights leave, or with so many bytes
+    of `kv_cache`. Asleep it leaves the GPU to training, and keeps its weights in the memory of the machine."""
     weights = number_bytes * model_elements(arch) // tensor_parallel
-    cache = max(0, budget - weights)
-    position = kv_token_bytes(arch, kv_number_bytes or number_bytes, tensor_parallel)
+    cache = max(0, budget - weights) if kv_cache is None else kv_cache
+    position = kv_token_bytes(arch, number_bytes, tensor_parallel)
     return RolloutBytes(weights=weights, kv_cache=cache, loading=0, sleeps=True, kv_tokens=cache // position)

@@ -9,6 +9,7 @@ import torch
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.layout import check_engine_layout
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on CPUs can do; another size fails at the first prompt."""
@@ -35,8 +36,9 @@ def check_vllm(config: Config, architecture: Architecture, *, world_size: int, d
             f"{_SECTION}.max_model_len = {config.max_model_len} is more than the {architecture.max_positions} "
             "positions of the model (max_position_embeddings)"
         )
-    _check_heads(config, architecture)
-    _check_layout(config, world_size, data_parallel_size)
+    _check_head_size(architecture)
+    ranks = config.policy.generation.vllm_cfg.tensor_parallel_size
+    check_engine_layout(architecture, config.policy.megatron_cfg, ranks, world_size, data_parallel_size)
     _check_cache(config, architecture)
 
 
@@ -46,31 +48,11 @@ def kv_cache_bytes(config: Config) -> int | None:
     return given or (None if torch.cuda.is_available() else CPU_KV_CACHE_BYTES)
 
 
-def _check_heads(config: Config, architecture: Architecture) -> None:
-    ranks = config.policy.generation.vllm_cfg.tensor_parallel_size
+def _check_head_size(architecture: Architecture) -> None:
     if not torch.cuda.is_available() and architecture.head_dim not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"policy.model_name: its attention heads have {architecture.head_dim} dimensions; vLLM on CPUs supports "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}. Use policy.generation.backend = 'embedded'"
-        )
-    for name, size in (
-        ("num_attention_heads", architecture.num_heads),
-        ("num_key_value_heads", architecture.num_kv_heads),
-        ("intermediate_size", architecture.ffn_size),
-    ):
-        if size % ranks:
-            raise ConfigError(f"{_SECTION}.tensor_parallel_size = {ranks} does not divide the model's {name} = {size}")
-
-
-def _check_layout(config: Config, world_size: int, data_parallel_size: int) -> None:
-    """Ranks of one engine, which follow each other, must all belong to one data-parallel rank."""
-    ranks, layout = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.megatron_cfg
-    alone = data_parallel_size == 1 and world_size % ranks == 0
-    if not alone and layout.tensor_model_parallel_size % ranks:
-        raise ConfigError(
-            f"{_SECTION}.tensor_parallel_size = {ranks} must divide policy.megatron_cfg.tensor_model_parallel_size = "
-            f"{layout.tensor_model_parallel_size}, or, where there is one data-parallel rank (here "
-            f"{data_parallel_size}), the {world_size} processes"
         )
 
 

@@ -29,6 +29,11 @@ UNEVEN = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage
 LAYOUTS: list[tuple[dict[str, Any], str, str]] = [
     ({"tensor_model_parallel_size": 2, "context_parallel_size": 2} | ZERO, "qwen3", "bfloat16"),
     (UNEVEN | ZERO | OVERLAP, "qwen2", "bfloat16"),
+    (
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2} | ZERO | OVERLAP,
+        "qwen3",
+        "float32",
+    ),
     ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "qwen2", "float32"),
 ]
 
@@ -42,6 +47,7 @@ def main(models: Path) -> None:
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
             context_parallel_size=layout.context_parallel_size,
         )
         check(models / family, precision, layout, DataParallel())

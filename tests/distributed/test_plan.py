@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def test_groups_and_allocations_are_as_planned_on_every_layout(tmp_path: Path) -> None:
-    """To the byte: weights, gradients and optimizer with tensor parallelism, with stages, even or not, of which the
-    first and the last hold a tied embedding, and with optimizer state shared between 2 data or context parallel ranks,
-    in both precisions."""
+    """To the byte, in both precisions: weights, gradients and optimizer with tensor parallelism, with stages, even,
+    uneven or in chunks, of which the first and the last hold a tied embedding, and with optimizer state shared between
+    2 data or context parallel ranks."""
     for family in ("qwen2", "qwen3"):
         save_model(family, tmp_path / family, num_hidden_layers=4)
     launch(HERE / "run_plan.py", 4, [str(tmp_path)], timeout_s=600)

@@ -60,5 +60,5 @@ def allocated(actor: MegatronActor) -> tuple[int, int, int]:
 
 def planned(actor: MegatronActor, layout: MegatronConfig, ranks: Ranks, stage: int) -> tuple[int, int, int]:
     number_bytes = 2 if parameters(actor)[0].dtype == torch.bfloat16 else 4
-    held = held_bytes(stages(actor.architecture, layout)[stage], ranks, layout, number_bytes)
+    held = held_bytes(stages(actor.architecture, layout, layout.chunks)[stage], ranks, layout, number_bytes)
     return held.weights, held.gradients, held.optimizer

@@ -34,8 +34,8 @@ def test_the_distributed_optimizer_shares_that_out_among_data_and_context_parall
 
 
 def test_activations_of_a_layer_of_7b_by_hand():
-    """Two tensor-parallel ranks with sequence parallel, bfloat16, a position: norms 2 x 3584 x 10 / 2; queries,
-    keys and values 1792 + 2 x 256, attended 2 x 1792, 4 x 128, and 5 x 9472, of 2 bytes; 14 heads and 2 norms of 4."""
+    """Two tensor-parallel ranks with sequence parallel, bfloat16, a position: norms 2 x 3584 x 10 / 2; queries, keys
+    and values 1792 + 2 x 256, attended 2 x 1792, 4 x 128, and 5 x 9472, of 2 bytes; 14 heads and 2 norms of 4."""
     one = TokenLayout(1, 1, 2, True, 2)
     attention = (1792 + 512) + 2 * 1792 + 4 * 128
     assert layer_bytes(QWEN_7B, one) == 35840 + 2 * attention + 2 * 5 * 9472 + 4 * 16
@@ -79,7 +79,7 @@ def test_the_embedded_engine_has_the_whole_model_in_float32_and_twice_while_it_i
 
 def test_vllm_has_what_it_is_given():
     budget = 40 << 30
-    engine = vllm_rollout(QWEN_7B, budget=budget, tensor_parallel=2, number_bytes=2)
+    engine = vllm_rollout(QWEN_7B, budget=budget, kv_cache=None, tensor_parallel=2, number_bytes=2)
     assert engine.weights == PARAMETERS
     assert engine.kv_cache == budget - PARAMETERS
     assert engine.kv_tokens == (budget - PARAMETERS) // 28_672

@@ -1,0 +1,78 @@
+"""Every shipped recipe loads; those for many GPUs fit where they say they do."""
+
+from pathlib import Path
+
+import pytest
+
+from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.plan.known_models import find_architecture
+from exgrpo_megatron.plan.planner import GIB, Plan, check_fits, make_plan
+from exgrpo_megatron.recipe import load_recipe
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+# GPUs, and the most of one in docs/recipes.md, in GiB.
+MANY_GPUS = {
+    "qwen2.5_math_7b_8gpu": (8, 72),
+    "llama_3.1_8b_16gpu": (16, 68),
+    "qwen2.5_32b_32gpu": (32, 70),
+    "llama_3.1_70b_64gpu": (64, 71),
+}
+
+
+def planned(name: str, *overrides: str) -> Plan:
+    config = load_recipe(RECIPES / f"{name}.yaml", overrides)
+    found = find_architecture(config.policy.model_name)
+    assert found is not None
+    assert config.cluster.num_nodes is not None
+    assert config.cluster.gpus_per_node is not None
+    plan = make_plan(config, found[0], config.cluster.num_nodes * config.cluster.gpus_per_node, 80 * GIB)
+    check_fits(plan, config)
+    return plan
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_loads_and_the_documentation_links_it(path):
+    load_recipe(path)
+    assert f"../recipes/{path.name}" in (RECIPES.parent / "docs" / "recipes.md").read_text()
+
+
+@pytest.mark.parametrize("name", MANY_GPUS)
+def test_a_recipe_for_many_gpus_fits_into_80_gib(name):
+    plan, (gpus, most) = planned(name), MANY_GPUS[name]
+    assert plan.ranks.world_size == gpus
+    assert round(max(max(plan.peaks(stage).values()) for stage in plan.stages) / GIB) == most
+    text = (RECIPES / f"{name}.yaml").read_text()
+    nodes = f"--nnodes {gpus // 8} " if gpus > 8 else ""
+    assert f"torchrun {nodes}--nproc-per-node 8" in text
+    assert text.count(f"recipes/{name}.yaml") >= 2
+
+
+@pytest.mark.parametrize("name", MANY_GPUS)
+def test_their_batch_is_the_papers(name):
+    config = load_recipe(RECIPES / f"{name}.yaml")
+    assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (128, 8)
+    assert config.updates_per_step == 2
+    assert (config.data.max_input_seq_length, config.policy.generation.max_new_tokens) == (1024, 8192)
+    assert config.policy.megatron_cfg.optimizer.lr == 1e-6
+    assert config.max_replayed_per_step == 64
+
+
+@pytest.mark.parametrize(
+    ("overrides", "texts"),
+    [
+        (["policy.generation.vllm_cfg.gpu_memory_utilization=0.2"], ["room for", "gpu_memory_utilization (0.2)"]),
+        (["policy.generation.vllm_cfg.gpu_memory_utilization=0.7"], ["rollout needs", "gpu_memory_utilization (0.7)"]),
+        (["policy.generation.vllm_cfg.tensor_parallel_size=3"], ["does not divide the model's num_attention_heads"]),
+        (["policy.generation.vllm_cfg.tensor_parallel_size=4", "policy.megatron_cfg.tensor_model_parallel_size=2",
+          "policy.megatron_cfg.pipeline_model_parallel_size=8"], ["must divide policy.megatron_cfg.tensor_model"]),
+        (["policy.megatron_cfg.activation_checkpointing=false", "policy.sequence_packing.train_mb_tokens=18432"],
+         ["update needs", "activations 88.0", "activation_checkpointing = true", "train_mb_tokens (18432)"]),
+        (["policy.generation.backend=embedded"], ["weight push needs", "second rollout weights 262.8", "= vllm"]),
+    ],
+    ids=["no room for one answer", "too much for vLLM", "heads", "layout", "activations", "embedded"],
+)  # fmt: skip
+def test_what_does_not_fit_70b_is_refused_with_what_to_change(overrides, texts):
+    with pytest.raises(ConfigError) as caught:
+        planned("llama_3.1_70b_64gpu", *overrides)
+    for text in texts:
+        assert text in str(caught.value)
