@@ -120,7 +120,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     if query.shape[0] < key.shape[0]:
         shape = (query.shape[0], key.shape[0])
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
-    # Sequence by sequence in memory: torch's kernel for CPUs takes longer than these copies to gather strided positions.
+    # Sequence by sequence in memory: for strided positions torch's kernel for CPUs takes longer than with these copies.
     query, key, value = (tensor.transpose(0, 1).contiguous().transpose(1, 2) for tensor in (query, key, value))
     attended = F.scaled_dot_product_attention(
         query,
