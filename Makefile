@@ -45,7 +45,7 @@ test: setup  ## the fast tests
 	$(PYTEST) -m "not slow and not vllm" -n $(TEST_WORKERS)
 
 test-slow: setup  ## the slow tests: learning, real model, several processes
-	$(PYTEST) -m "slow and not vllm"
+	$(PYTEST) -m "slow and not vllm" -n $(TEST_WORKERS) --dist loadfile
 
 test-vllm: setup-vllm  ## the tests of rollouts by vLLM
 	$(PYTEST) tests/vllm
