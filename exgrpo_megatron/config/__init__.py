@@ -1,0 +1,100 @@
+"""The whole recipe schema: every key, default, unit, meaning and check.
+
+Names follow NeMo-RL where they mean the same; `experience:` and `variant:` are ours. `None` as the default of a
+switch means "as the variant says" (`VARIANTS`); the values in force are printed at start and saved with the run.
+Loading and overriding recipes is `recipe.py`.
+"""
+
+from __future__ import annotations
+
+from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
+from exgrpo_megatron.config.megatron import (
+    DistributedDataParallelConfig,
+    MegatronConfig,
+    MegatronOptimizerConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
+from exgrpo_megatron.config.objective import (
+    VARIANTS,
+    AnswerChoice,
+    BucketWeight,
+    EntropyBonus,
+    ExperienceConfig,
+    GRPOConfig,
+    LossConfig,
+    Normalizer,
+    VariantName,
+    whole_share,
+)
+from exgrpo_megatron.config.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig, TokenizerConfig
+from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE, AgreementConfig, GenerationConfig, VllmConfig
+from exgrpo_megatron.config.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    EnvConfig,
+    EvalConfig,
+    LoggerConfig,
+    MathEnvConfig,
+    SFTConfig,
+)
+from exgrpo_megatron.config.section import (
+    Count,
+    Name,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+    Share,
+    Temperature,
+    key,
+)
+from exgrpo_megatron.config.whole import Config, fill_variant
+
+__all__ = [
+    "MIN_VLLM_TEMPERATURE",
+    "VARIANTS",
+    "AgreementConfig",
+    "AnswerChoice",
+    "BucketWeight",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "Count",
+    "DataConfig",
+    "DataSourceConfig",
+    "DistributedDataParallelConfig",
+    "DynamicBatchingConfig",
+    "EntropyBonus",
+    "EnvConfig",
+    "EvalConfig",
+    "ExperienceConfig",
+    "GRPOConfig",
+    "GenerationConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "MathEnvConfig",
+    "MegatronConfig",
+    "MegatronOptimizerConfig",
+    "Name",
+    "NonNegativeFloat",
+    "Normalizer",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "PositiveFloat",
+    "PositiveInt",
+    "SFTConfig",
+    "SchedulerConfig",
+    "Section",
+    "Seed",
+    "SequencePackingConfig",
+    "Share",
+    "Temperature",
+    "TokenizerConfig",
+    "VariantName",
+    "VllmConfig",
+    "fill_variant",
+    "key",
+    "whole_share",
+]

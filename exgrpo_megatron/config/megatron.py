@@ -1,0 +1,177 @@
+"""The actor: parallel layout, optimiser and learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from exgrpo_megatron.config.section import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Section, key
+
+
+class OptimizerConfig(Section):
+    """AdamW, through Megatron's optimizer."""
+
+    optimizer: Literal["adam"] = key("adam", "AdamW")
+    lr: Annotated[float, Field(gt=0, le=10)] = key(1e-6, "peak learning rate")
+    min_lr: NonNegativeFloat = key(0.0, "learning rate at the end of a decay")
+    weight_decay: NonNegativeFloat = key(0.01, "decoupled weight decay")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "decay of the first moment")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = key(0.999, "decay of the second moment")
+    adam_eps: PositiveFloat = key(1e-8, "added to the root of the second moment")
+
+
+class SchedulerConfig(Section):
+    """Learning rate over optimiser steps."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "shape after the warm-up")
+    lr_warmup_iters: Count = key(0, "optimiser steps of linear warm-up from 0", "optimiser steps")
+    lr_decay_iters: PositiveInt | None = key(
+        None, "optimiser steps until min_lr; null: the whole run", "optimiser steps"
+    )
+
+    def decay_steps(self, total_updates: int) -> int:
+        """Optimiser steps until min_lr, warm-up included, in a run of so many."""
+        steps = self.lr_decay_iters or total_updates
+        return max(steps, self.lr_warmup_iters + 1) if self.lr_decay_style == "constant" else steps
+
+
+class MegatronOptimizerConfig(OptimizerConfig):
+    """AdamW of the RL steps, and how its state is kept (that of supervised steps is kept alike)."""
+
+    use_distributed_optimizer: bool = key(
+        False, "share the optimiser's state and the float32 weights out among data- and context-parallel ranks (ZeRO-1)"
+    )
+
+
+class DistributedDataParallelConfig(Section):
+    """What data-parallel ranks exchange while they compute."""
+
+    overlap_grad_reduce: bool = key(False, "sum gradients over data-parallel ranks during the backward pass")
+    overlap_param_gather: bool = key(
+        False,
+        "gather updated weights during the next forward pass (needs overlap_grad_reduce and "
+        "optimizer.use_distributed_optimizer)",
+    )
+    bucket_size: PositiveInt | None = key(
+        None,
+        "parameters whose gradients travel together (needs overlap_grad_reduce, without which all do); null: 40 "
+        "million, or one million a data-parallel rank where that is more",
+        "parameters",
+    )
+
+    @model_validator(mode="after")
+    def _buckets_need_overlap(self) -> DistributedDataParallelConfig:
+        if self.bucket_size is not None and not self.overlap_grad_reduce:
+            raise ValueError(
+                f"bucket_size = {self.bucket_size}, but overlap_grad_reduce = false: all gradients travel together "
+                "then; leave it null"
+            )
+        return self
+
+
+class MegatronConfig(Section):
+    """Parallel layout and optimiser of the Megatron-Core actor; the processes left over are data parallel."""
+
+    tensor_model_parallel_size: PositiveInt = key(1, "ranks that share every weight matrix", "ranks")
+    pipeline_model_parallel_size: PositiveInt = key(1, "pipeline stages, which share the layers", "ranks")
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = key(
+        None,
+        "chunks of layers on every stage, which micro-batches pass through in turn (interleaved schedule: stages idle "
+        "less and send more); null: one",
+        "chunks",
+    )
+    context_parallel_size: PositiveInt = key(1, "ranks that share the positions of every sequence", "ranks")
+    expert_model_parallel_size: PositiveInt = key(
+        1, "ranks that share experts; 1, for models with experts are refused", "ranks"
+    )
+    sequence_parallel: bool = key(
+        False, "tensor-parallel ranks also share the positions outside attention and MLP (less memory)"
+    )
+    num_layers_in_first_pipeline_stage: PositiveInt | None = key(
+        None, "layers of the first stage; null: as many as the others", "layers"
+    )
+    num_layers_in_last_pipeline_stage: PositiveInt | None = key(
+        None, "layers of the last stage; null: as many as the others", "layers"
+    )
+    activation_checkpointing: bool = key(
+        False, "keep only each layer's input of the forward pass, and compute the rest again in the backward pass"
+    )
+    distributed_data_parallel_config: DistributedDataParallelConfig = key(
+        DistributedDataParallelConfig(), "exchange between data-parallel ranks"
+    )
+    optimizer: MegatronOptimizerConfig = key(MegatronOptimizerConfig(), "optimiser")
+    scheduler: SchedulerConfig = key(SchedulerConfig(), "learning-rate schedule")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model between them."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model on every pipeline stage."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Positions of a packed sequence are a multiple of this: context-parallel ranks get two equal parts each."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """Positions of a row are a multiple of this: its part on a context-parallel rank is shared out once more among
+        tensor-parallel ranks with sequence parallelism."""
+        shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return math.lcm(self.sequence_multiple, self.context_parallel_size * shares)
+
+    @model_validator(mode="after")
+    def _no_experts(self) -> MegatronConfig:
+        if self.expert_model_parallel_size != 1:
+            raise ValueError(
+                f"expert_model_parallel_size = {self.expert_model_parallel_size}, but models with experts are not "
+                "supported: leave it 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor_parallel(self) -> MegatronConfig:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel = true shares positions among tensor-parallel ranks, but "
+                "tensor_model_parallel_size = 1: leave it false, or raise that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_need_stages(self) -> MegatronConfig:
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size = {self.virtual_pipeline_model_parallel_size} cuts pipeline "
+                "stages into chunks, but pipeline_model_parallel_size = 1: leave it null, or raise that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _uneven_stages_need_stages(self) -> MegatronConfig:
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if getattr(self, name) is not None and self.pipeline_model_parallel_size == 1:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)}, but pipeline_model_parallel_size = 1: the only stage has all "
+                    f"layers; leave it null"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _param_gather_needs_shared_state(self) -> MegatronConfig:
+        overlap = self.distributed_data_parallel_config
+        if overlap.overlap_param_gather and not (
+            overlap.overlap_grad_reduce and self.optimizer.use_distributed_optimizer
+        ):
+            raise ValueError(
+                "distributed_data_parallel_config.overlap_param_gather = true needs distributed_data_parallel_config."
+                f"overlap_grad_reduce = true (it is {overlap.overlap_grad_reduce}) and "
+                f"optimizer.use_distributed_optimizer = true (it is {self.optimizer.use_distributed_optimizer})"
+            )
+        return self

@@ -1,0 +1,138 @@
+"""The model that is trained, and how its sequences become micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import model_validator
+
+from exgrpo_megatron.config.megatron import MegatronConfig
+from exgrpo_megatron.config.rollouts import GenerationConfig
+from exgrpo_megatron.config.section import Name, PositiveFloat, PositiveInt, Section, key
+
+
+class DynamicBatchingConfig(Section):
+    """Micro-batches of as many padded rows as a number of positions admits."""
+
+    enabled: bool = key(False, "micro-batches by train_mb_tokens and logprob_mb_tokens instead of sequences")
+    train_mb_tokens: PositiveInt | None = key(
+        None, "rows x longest row of a forward-backward, at most; null: policy.max_total_sequence_length", "positions"
+    )
+    logprob_mb_tokens: PositiveInt | None = key(
+        None, "rows x longest row of a forward-only pass, at most; null: policy.max_total_sequence_length", "positions"
+    )
+    sequence_length_round: PositiveInt = key(
+        1, "rows are padded to a multiple of this, for fewer different shapes", "positions"
+    )
+
+
+class SequencePackingConfig(Section):
+    """Micro-batches of one row, in which sequences follow one another with no padding between them."""
+
+    enabled: bool = key(False, "pack sequences up to train_mb_tokens and logprob_mb_tokens instead of padding them")
+    train_mb_tokens: PositiveInt | None = key(
+        None, "positions of a forward-backward, at most; null: policy.max_total_sequence_length", "positions"
+    )
+    logprob_mb_tokens: PositiveInt | None = key(
+        None, "positions of a forward-only pass, at most; null: policy.max_total_sequence_length", "positions"
+    )
+    algorithm: Literal["first_fit_decreasing", "best_fit_decreasing"] = key(
+        "first_fit_decreasing",
+        "from the longest sequence down, each goes into the first pack with room, or into the one with the least room",
+    )
+
+
+class TokenizerConfig(Section):
+    """Tokenizer and chat template."""
+
+    name: Name | None = key(None, "folder of the tokenizer; null: policy.model_name", "path")
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    model_name: Name = key(..., "Hugging Face model folder, or embedded:chain-qwen2 (0.4M, made on the spot)", "path")
+    tokenizer: TokenizerConfig = key(TokenizerConfig(), "tokenizer")
+    train_global_batch_size: PositiveInt = key(256, "sequences of one optimiser step", "sequences")
+    train_micro_batch_size: PositiveInt | None = key(
+        None,
+        "sequences of one forward-backward on one rank; null: 64, or by a token budget",
+        "sequences",
+    )
+    logprob_batch_size: PositiveInt | None = key(
+        None,
+        "sequences of one forward-only pass on one rank; null: 128, or by a token budget",
+        "sequences",
+    )
+    dynamic_batching: DynamicBatchingConfig = key(DynamicBatchingConfig(), "padded micro-batches by a token budget")
+    sequence_packing: SequencePackingConfig = key(SequencePackingConfig(), "packed micro-batches by a token budget")
+    max_total_sequence_length: PositiveInt = key(608, "longest prompt + response", "tokens")
+    precision: Literal["float32", "bfloat16"] = key("float32", "numbers of the weights in forward and backward")
+    max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")
+    skip_grad_norm_above: PositiveFloat = key(
+        500.0, "an optimiser step whose norm is above this, or whose norm or loss is not finite, is skipped and counted"
+    )
+    megatron_cfg: MegatronConfig = key(MegatronConfig(), "Megatron-Core")
+    generation: GenerationConfig = key(GenerationConfig(), "rollouts")
+
+    @property
+    def token_budget(self) -> DynamicBatchingConfig | SequencePackingConfig | None:
+        """The section in force that counts positions; None: micro-batches are so many sequences."""
+        return next((section for section in (self.dynamic_batching, self.sequence_packing) if section.enabled), None)
+
+    def mb_sequences(self, *, train: bool) -> int:
+        """Sequences of a micro-batch, where no token budget is in force."""
+        return (self.train_micro_batch_size or 64) if train else (self.logprob_batch_size or 128)
+
+    def mb_tokens(self, *, train: bool) -> int:
+        """Positions of a micro-batch at most, padding included, of all context-parallel ranks together."""
+        section = self.token_budget
+        if section is None:
+            return self.mb_sequences(train=train) * self.longest_row
+        return (section.train_mb_tokens if train else section.logprob_mb_tokens) or self.longest_row
+
+    @property
+    def padded_to(self) -> int:
+        """Positions of a row are a multiple of this."""
+        return math.lcm(
+            self.megatron_cfg.row_multiple,
+            self.dynamic_batching.sequence_length_round if self.dynamic_batching.enabled else 1,
+        )
+
+    @property
+    def longest_row(self) -> int:
+        """Positions of a row with one sequence of the greatest length."""
+        return -(-self.max_total_sequence_length // self.padded_to) * self.padded_to
+
+    @model_validator(mode="after")
+    def _one_rule_for_micro_batches(self) -> PolicyConfig:
+        if self.dynamic_batching.enabled and self.sequence_packing.enabled:
+            raise ValueError(
+                "dynamic_batching.enabled = true and sequence_packing.enabled = true: a micro-batch is padded or "
+                "packed; leave one of them false"
+            )
+        name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+        for limit in ("train_micro_batch_size", "logprob_batch_size"):
+            if self.token_budget is not None and getattr(self, limit) is not None:
+                raise ValueError(
+                    f"{limit} = {getattr(self, limit)} has no effect with {name}.enabled = true, which fills "
+                    f"micro-batches up to {name}.train_mb_tokens and logprob_mb_tokens: set policy.{limit} to null, or "
+                    f"{name}.enabled to false"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _longest_sequence_fits(self) -> PolicyConfig:
+        section = self.token_budget
+        name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+        for limit in ("train_mb_tokens", "logprob_mb_tokens"):
+            budget = getattr(section, limit, None)
+            if budget is not None and budget < self.longest_row:
+                padded = f", padded to a multiple of {self.padded_to}" if self.padded_to > 1 else ""
+                raise ValueError(
+                    f"{name}.{limit} = {budget} has no room for one sequence of max_total_sequence_length = "
+                    f"{self.max_total_sequence_length} tokens ({self.longest_row} positions{padded}): raise it, or "
+                    "lower that"
+                )
+        return self

@@ -1,0 +1,117 @@
+"""What surrounds the RL steps: warm start, rewards, evaluation, checkpoints, files, processes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from exgrpo_megatron.config.data import DataSourceConfig
+from exgrpo_megatron.config.megatron import OptimizerConfig, SchedulerConfig
+from exgrpo_megatron.config.section import Count, Name, PositiveInt, Section, Seed, Share, Temperature, key
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning: `exgrpo sft`, and the warm start of `exgrpo train`."""
+
+    warm_start: bool = key(False, "run it before the first training step (kept and reused by later runs)")
+    warm_start_dir: Name = key("runs/warm_starts", "where warm starts are kept", "path")
+    data: DataSourceConfig | None = key(None, "questions with solutions; null: data.train")
+    generator_worked_share: Share = key(0.3, "share of generated solutions that show their working; others guess")
+    max_num_steps: PositiveInt = key(700, "optimiser steps", "optimiser steps")
+    train_global_batch_size: PositiveInt = key(64, "sequences of one optimiser step", "sequences")
+    seed: Seed = key(1000, "seed of the order and of generated solutions")
+    optimizer: OptimizerConfig = key(OptimizerConfig(lr=1e-5), "optimiser")
+    scheduler: SchedulerConfig = key(
+        SchedulerConfig(lr_decay_style="linear", lr_warmup_iters=50), "learning-rate schedule"
+    )
+
+
+class MathEnvConfig(Section):
+    """Math-Verify rewards."""
+
+    num_workers: PositiveInt = key(2, "worker processes on one rank", "processes")
+    math_verify_impl: Literal["hf_math_verify"] = key("hf_math_verify", "the verifier")
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = key(
+        5.0, "time for one answer; then its worker is killed and the reward is 0", "s"
+    )
+    require_box: bool = key(True, "an answer without a closed \\boxed{} gets 0")
+    require_literal: bool = key(False, "a boxed answer that is no plain number or fraction gets 0")
+    max_boxed_chars: PositiveInt = key(256, "a longer boxed answer gets 0", "characters")
+    check_gold: bool = key(
+        True,
+        "before the first step, grade every gold answer against itself and report those that no response can match; "
+        "costs 1 to 10 ms a distinct answer and worker",
+    )
+    cache_size: Count = key(100_000, "verdicts remembered", "verdicts")
+    all_zero_alarm_steps: PositiveInt = key(5, "warn when every reward was 0 for this many steps", "steps")
+    format_alarm_share: Share = key(0.9, "warn when the format rules reject more than this share of a step's answers")
+
+    @model_validator(mode="after")
+    def _literal_needs_box(self) -> MathEnvConfig:
+        if self.require_literal and not self.require_box:
+            raise ValueError("require_literal = true judges boxed answers only, but require_box = false admits others")
+        return self
+
+
+class EnvConfig(Section):
+    """Where rewards come from."""
+
+    math: MathEnvConfig = key(MathEnvConfig(), "Math-Verify")
+
+
+class EvalConfig(Section):
+    """Evaluation on the validation set, during training and by `exgrpo eval`."""
+
+    num_tests_per_prompt: PositiveInt = key(1, "samples a question at eval.temperature", "answers")
+    temperature: Temperature = key(1.0, "temperature of the sampled pass rate")
+    greedy: bool = key(True, "also measure greedy decoding")
+    seed: Seed = key(123, "seed of the samples")
+
+
+class CheckpointConfig(Section):
+    """What is saved, and what is kept."""
+
+    enabled: bool = key(True, "save checkpoints, and resume from the newest one")
+    checkpoint_dir: Name | None = key(None, "null: <logger.log_dir>/checkpoints", "path")
+    save_period: PositiveInt = key(20, "steps between checkpoints; the last step is always saved", "steps")
+    async_save: bool = key(
+        True,
+        "write checkpoints while training goes on, from a copy in host memory of what a process saves (weights, "
+        "optimiser state); false: stop the step until they are written, without the copy",
+    )
+    keep_last_n: PositiveInt = key(2, "newest checkpoints kept", "checkpoints")
+    metric_name: str = key(
+        "validation/pass_rate_greedy",
+        "the checkpoint best in this is kept too: validation/pass_rate_t1 or validation/pass_rate_greedy, of one "
+        "category with /<category> behind it, validation/response_length, or validation/truncated; without "
+        "data.validation no checkpoint is the best",
+    )
+    higher_is_better: bool = key(True, "direction of metric_name")
+    export_hf: bool = key(True, "write <logger.log_dir>/hf at the end, checked against the trainer")
+
+    @field_validator("metric_name")
+    @classmethod
+    def _metric_is_measured(cls, value: str) -> str:
+        if not _VALIDATION_METRIC.fullmatch(value):
+            raise PydanticCustomError("metric", "Input should be a metric of the evaluations")
+        return value
+
+
+_VALIDATION_METRIC = re.compile(r"validation/(pass_rate_(t1|greedy)(/.+)?|response_length|truncated)")
+
+
+class LoggerConfig(Section):
+    """What is written while training."""
+
+    log_dir: Name = key("runs/default", "folder of the run", "path")
+    tensorboard_enabled: bool = key(True, "write TensorBoard events beside metrics.jsonl")
+
+
+class ClusterConfig(Section):
+    """Processes the recipe is meant for; null: however many are launched."""
+
+    num_nodes: PositiveInt | None = key(None, "machines", "machines")
+    gpus_per_node: PositiveInt | None = key(None, "processes on one machine (one a GPU)", "processes")

@@ -1,0 +1,177 @@
+"""The whole recipe, and the rules over several of its sections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import model_validator
+
+from exgrpo_megatron.config.data import DataConfig
+from exgrpo_megatron.config.objective import (
+    VARIANTS,
+    ExperienceConfig,
+    GRPOConfig,
+    LossConfig,
+    VariantName,
+    whole_share,
+)
+from exgrpo_megatron.config.policy import PolicyConfig
+from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE
+from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, LoggerConfig, SFTConfig
+from exgrpo_megatron.config.section import Section, key
+
+
+class Config(Section):
+    """A whole recipe, resolved: no switch is left at `None`."""
+
+    variant: VariantName = key("corrected", "sets every switch on which the paper and its released code differ")
+    grpo: GRPOConfig = key(GRPOConfig(), "steps and groups")
+    loss_fn: LossConfig = key(LossConfig(), "objective")
+    experience: ExperienceConfig = key(ExperienceConfig(), "experience replay")
+    data: DataConfig = key(..., "questions")
+    policy: PolicyConfig = key(..., "the model")
+    sft: SFTConfig = key(SFTConfig(), "supervised fine-tuning")
+    env: EnvConfig = key(EnvConfig(), "rewards")
+    eval: EvalConfig = key(EvalConfig(), "evaluation")
+    checkpointing: CheckpointConfig = key(CheckpointConfig(), "checkpoints")
+    logger: LoggerConfig = key(LoggerConfig(), "metrics")
+    cluster: ClusterConfig = key(ClusterConfig(), "processes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_variant(cls, raw: Any) -> Any:
+        return fill_variant(raw) if isinstance(raw, dict) else raw
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Config:
+        prompt, response = self.data.max_input_seq_length, self.policy.generation.max_new_tokens
+        total = self.policy.max_total_sequence_length
+        if prompt + response > total:
+            raise ValueError(
+                f"data.max_input_seq_length + policy.generation.max_new_tokens = {prompt} + {response} is more than "
+                f"policy.max_total_sequence_length = {total}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_fits(self) -> Config:
+        generation = self.policy.generation
+        if generation.backend != "vllm":
+            return self
+        prompt, length = self.data.max_input_seq_length, self.max_model_len
+        if prompt + generation.max_new_tokens > length:
+            raise ValueError(
+                f"data.max_input_seq_length + policy.generation.max_new_tokens = {prompt} + "
+                f"{generation.max_new_tokens} is more than policy.generation.vllm_cfg.max_model_len = {length}"
+            )
+        for name, temperature in (
+            ("policy.generation.temperature", generation.temperature),
+            ("eval.temperature", self.eval.temperature),
+        ):
+            if temperature < MIN_VLLM_TEMPERATURE:
+                raise ValueError(
+                    f"{name} = {temperature}: policy.generation.backend = 'vllm' samples at {MIN_VLLM_TEMPERATURE} "
+                    "instead of anything lower; raise it, or use the embedded engine"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _warm_start_has_solutions(self) -> Config:
+        source = self.sft.data or self.data.train
+        if self.sft.warm_start and source.path is not None and source.solution_key is None:
+            name = "sft.data" if self.sft.data else "data.train"
+            raise ValueError(
+                f"sft.warm_start = true, but {name}.solution_key is null: a warm start needs worked solutions; set it, "
+                f"or sft.data to other questions with solutions, or sft.warm_start = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_metric_is_measured(self) -> Config:
+        name = self.checkpointing.metric_name
+        if self.data.validation and not self.eval.greedy and name.startswith("validation/pass_rate_greedy"):
+            raise ValueError(
+                f"eval.greedy = false, but checkpointing.metric_name = {name!r} is measured by greedy decoding: set "
+                f"checkpointing.metric_name to {name.replace('greedy', 't1', 1)!r}, or eval.greedy = true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_groups_a_minibatch(self) -> Config:
+        prompts, members = self.grpo.num_prompts_per_step, self.grpo.num_generations_per_prompt
+        batch = self.policy.train_global_batch_size
+        if batch % members:
+            raise ValueError(
+                f"policy.train_global_batch_size = {batch} is not a multiple of "
+                f"grpo.num_generations_per_prompt = {members} (groups are not split)"
+            )
+        if (prompts * members) % batch:
+            raise ValueError(
+                f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt = {prompts} * {members} is not a "
+                f"multiple of policy.train_global_batch_size = {batch}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedules_fit(self) -> Config:
+        megatron, sft = self.policy.megatron_cfg, self.sft
+        for section, optimizer, scheduler, total in (
+            ("policy.megatron_cfg", megatron.optimizer, megatron.scheduler, self.total_updates),
+            ("sft", sft.optimizer, sft.scheduler, sft.max_num_steps),
+        ):
+            warmup, decay = scheduler.lr_warmup_iters, scheduler.decay_steps(total)
+            if warmup >= decay:
+                raise ValueError(
+                    f"{section}.scheduler.lr_warmup_iters = {warmup} must be below the {decay} optimiser steps "
+                    f"of the decay ({section}.scheduler.lr_decay_iters = {scheduler.lr_decay_iters}, whole run = "
+                    f"{total})"
+                )
+            if optimizer.min_lr > optimizer.lr:
+                raise ValueError(
+                    f"{section}.optimizer.min_lr = {optimizer.min_lr} must not be above {section}.optimizer.lr = "
+                    f"{optimizer.lr}"
+                )
+        return self
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + response of the vLLM engine."""
+        return self.policy.generation.vllm_cfg.max_model_len or self.policy.max_total_sequence_length
+
+    @property
+    def engine_precision(self) -> str:
+        """Numbers of the vLLM engine's weights."""
+        return self.policy.generation.vllm_cfg.precision or self.policy.precision
+
+    @property
+    def total_updates(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.grpo.max_num_steps * self.updates_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser steps a training step."""
+        sequences = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        return sequences // self.policy.train_global_batch_size
+
+    @property
+    def max_replayed_per_step(self) -> int:
+        """Replayed questions of a step when experience has enough."""
+        experience = self.experience
+        return whole_share(experience.replay_ratio, self.grpo.num_prompts_per_step) if experience.enabled else 0
+
+    def variant_table(self) -> dict[str, Any]:
+        """The switches of `VARIANTS` as they are in force, by dotted key."""
+        return {name: getattr(getattr(self, name.split(".")[0]), name.split(".")[1]) for name in VARIANTS}
+
+
+def fill_variant(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with every switch that is absent or null set to the variant's value."""
+    variant = raw.get("variant", Config.model_fields["variant"].default)
+    filled = dict(raw)
+    for name, values in VARIANTS.items():
+        section, switch = name.split(".")
+        given = filled.get(section, {})
+        if isinstance(variant, str) and variant in values and isinstance(given, dict) and given.get(switch) is None:
+            filled[section] = {**given, switch: values[variant]}
+    return filled
