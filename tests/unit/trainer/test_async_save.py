@@ -78,9 +78,9 @@ def test_without_async_save_it_is_written_when_begin_returns(tmp_path):
 
 def test_an_error_in_the_next_step_does_not_cost_the_checkpoint_on_its_way(tmp_path):
     store, release = store_in(tmp_path), Event()
+    store.begin(1, state_of(1), held(release))
+    Timer(0.1, release.set).start()
     with pytest.raises(RuntimeError, match="of the step"), store.kept():
-        store.begin(1, state_of(1), held(release))
-        Timer(0.1, release.set).start()
         raise RuntimeError("of the step")
     assert store.latest() == tmp_path / "step_000001"
     store.verify(store.latest())
