@@ -194,10 +194,25 @@ def _rollout(config: Config, architecture: Architecture, ranks: Ranks, gpu_bytes
     generation = config.policy.generation
     if generation.backend == "vllm":
         return _vllm(config, architecture, ranks, gpu_bytes)
-    questions = -(-config.grpo.num_prompts_per_step // ranks.world_size)  # every process samples its part
-    rows = min(generation.max_batch_size, questions * config.grpo.num_generations_per_prompt)
+    rows = min(generation.max_batch_size, max(_sampled_rows(config, ranks), _evaluated_rows(config, ranks)))
     columns = config.data.max_input_seq_length + generation.max_new_tokens
     return embedded_rollout(architecture, rows=rows, columns=columns)
+
+
+def _sampled_rows(config: Config, ranks: Ranks) -> int:
+    """Answers that a process samples in a step, at most: every process has its part of the questions."""
+    questions = -(-config.grpo.num_prompts_per_step // ranks.world_size)
+    return questions * config.grpo.num_generations_per_prompt
+
+
+def _evaluated_rows(config: Config, ranks: Ranks) -> int:
+    """The same in an evaluation; of a file nobody knows yet how many questions it has."""
+    held_out = config.data.validation
+    if held_out is None:
+        return 0
+    if held_out.path is not None:
+        return config.policy.generation.max_batch_size
+    return -(-held_out.generator_size // ranks.world_size) * config.eval.num_tests_per_prompt
 
 
 def _vllm(config: Config, architecture: Architecture, ranks: Ranks, gpu_bytes: int) -> RolloutBytes:

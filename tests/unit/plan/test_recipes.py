@@ -67,7 +67,8 @@ def test_their_batch_is_the_papers(name):
           "policy.megatron_cfg.pipeline_model_parallel_size=8"], ["must divide policy.megatron_cfg.tensor_model"]),
         (["policy.megatron_cfg.activation_checkpointing=false", "policy.sequence_packing.train_mb_tokens=18432"],
          ["update needs", "activations 88.0", "activation_checkpointing = true", "train_mb_tokens (18432)"]),
-        (["policy.generation.backend=embedded"], ["weight push needs", "second rollout weights 262.8", "= vllm"]),
+        (["policy.generation.backend=embedded", "policy.generation.max_batch_size=8"],
+         ["weight push needs", "second rollout weights 262.8", "= vllm"]),
     ],
     ids=["no room for one answer", "too much for vLLM", "heads", "layout", "activations", "embedded"],
 )  # fmt: skip
@@ -107,3 +108,19 @@ def test_a_token_budget_is_filled_no_further_than_by_all_sequences_of_a_rank():
     assert quickstart(8, *budget).train.positions == 4096
     assert quickstart(16, *budget).train.positions == 16 * 128
     assert quickstart(16, *budget).score.positions == 128
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "rows"),
+    [
+        (8, [], 4 * 8),  # questions of a step by answers
+        (64, [], 8),
+        (64, ["data.validation.generator_size=6400", "eval.num_tests_per_prompt=2"], 100 * 2),
+        (64, ["data.validation.generator_size=6400", "eval.num_tests_per_prompt=4"], 256),
+        (64, ["data.validation=null"], 8),
+        (64, ["data.validation.generator=null",
+              "data.validation.path=held_out.jsonl"], 256),
+    ],
+)  # fmt: skip
+def test_the_embedded_engine_has_room_for_the_answers_of_a_step_and_of_an_evaluation(processes, overrides, rows):
+    assert quickstart(processes, *overrides).rollout.kv_tokens == rows * 128
