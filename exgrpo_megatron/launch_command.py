@@ -42,6 +42,13 @@ def check_job(config: Config, job: SlurmJob) -> None:
     """Raise ConfigError where the recipe is not for so many processes, or a value is none that sbatch would take."""
     world_size = job.nodes * job.gpus_per_node
     planned_processes(config.cluster, world_size)
+    nodes, per_node = config.cluster.num_nodes or job.nodes, config.cluster.gpus_per_node or job.gpus_per_node
+    if nodes * per_node != world_size:
+        raise ConfigError(
+            f"--nodes {job.nodes} --gpus-per-node {job.gpus_per_node} are {world_size} processes, but "
+            f"cluster.num_nodes * cluster.gpus_per_node = {nodes} * {per_node} = {nodes * per_node}: the run would be "
+            "refused; set both keys for it, or to null"
+        )
     lay_out(world_size, config.policy.megatron_cfg)
     if job.stop_before_s <= _KILL_S:
         raise ConfigError(f"--stop-before-s {job.stop_before_s}: must be more than {_KILL_S}, and longer than a step")

@@ -126,6 +126,11 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds):
     [
         (["--nodes", 3, "--gpus-per-node", 1, "policy.megatron_cfg.tensor_model_parallel_size=2"], "does not divide"),
         (["--nodes", 3, "cluster.num_nodes=2", "cluster.gpus_per_node=8"], "2 * 8 = 16"),
+        (
+            ["--nodes", 4, "--gpus-per-node", 1, "cluster.num_nodes=2"],
+            "are 4 processes, but cluster.num_nodes * cluster.gpus_per_node = 2 * 1 = 2",
+        ),
+        (["--nodes", 2, "--gpus-per-node", 1, "cluster.gpus_per_node=2"], "= 2 * 2 = 4"),
         (["--partition", "gpu; rm"], "--partition 'gpu; rm'"),
         (["--time", "soon"], "--time 'soon'"),
         (["--stop-before-s", 30], "--stop-before-s 30"),
