@@ -178,12 +178,14 @@ class CheckpointStore:
             raise self._not_saved(step, error) from error
 
     def verify(self, checkpoint: Path) -> None:
-        """Raise CheckpointError, on every rank, where a file of the checkpoint is missing or not as it was saved."""
+        """Raise CheckpointError, on every rank, where a file of the checkpoint is missing, unreadable, or not as it was
+        saved."""
         path = checkpoint / DIGESTS_FILE
-        try:
-            saved = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
+        with together(self.comm):
+            try:
+                saved = dict(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
         found = self._digests(checkpoint)
         changed = sorted(name for name, digest in saved.items() if found.get(name) != digest)
         if changed:
@@ -192,8 +194,13 @@ class CheckpointStore:
 
     def _digests(self, folder: Path) -> dict[str, str]:
         """SHA-256 by file, the same on every rank; each rank reads its share."""
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS_FILE)
-        mine = {str(path.relative_to(folder)): _digest(path) for path in files[self.comm.rank :: self.comm.size]}
+        with together(self.comm):
+            try:
+                files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS_FILE)
+                own = files[self.comm.rank :: self.comm.size]
+                mine = {str(path.relative_to(folder)): _digest(path) for path in own}
+            except OSError as error:
+                raise CheckpointError(f"{error.filename or folder}: {_damaged(folder)} ({error})") from None
         return {name: digest for share in self.comm.all_gather(mine) for name, digest in share.items()}
 
     def _not_saved(self, step: int, error: Exception) -> CheckpointError:

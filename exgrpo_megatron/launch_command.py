@@ -17,7 +17,10 @@ from exgrpo_megatron.plan_command import planned_processes
 _KILL_S = 60
 """Between the end of torchrun's patience with its ranks and that of Slurm's with the job."""
 
-_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_RESOLUTION_S = 60
+"""Slurm sends a signal up to so long before it is due."""
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,18 @@ def check_job(config: Config, job: SlurmJob) -> None:
     """Raise ConfigError where the recipe is not for so many processes, or a value is none that sbatch would take."""
     world_size = job.nodes * job.gpus_per_node
     planned_processes(config.cluster, world_size)
+    nodes, per_node = config.cluster.num_nodes or job.nodes, config.cluster.gpus_per_node or job.gpus_per_node
+    if nodes * per_node != world_size:
+        raise ConfigError(
+            f"--nodes {job.nodes} --gpus-per-node {job.gpus_per_node} are {world_size} processes, but "
+            f"cluster.num_nodes * cluster.gpus_per_node = {nodes} * {per_node} = {nodes * per_node}: the run would be "
+            "refused; set both keys for it, or to null"
+        )
     lay_out(world_size, config.policy.megatron_cfg)
-    if job.time is not None and not _TIME.fullmatch(job.time):
-        raise ConfigError(f"--time {job.time!r}: give minutes, or [days-]hours[:minutes[:seconds]]")
     if job.stop_before_s <= _KILL_S:
         raise ConfigError(f"--stop-before-s {job.stop_before_s}: must be more than {_KILL_S}, and longer than a step")
+    if job.time is not None:
+        _check_time(job.time, job.stop_before_s)
     for option, value in (("--job-name", job.name), ("--partition", job.partition), ("--account", job.account)):
         if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
             raise ConfigError(f"{option} {value!r}: letters, digits and . , _ @ + - only")
@@ -74,6 +84,32 @@ def batch_file(job: SlurmJob, recipe: Path, overrides: Sequence[str]) -> str:
         patience=job.stop_before_s - _KILL_S,
         arguments=arguments,
     )
+
+
+def _check_time(time: str, stop_before_s: int) -> None:
+    limit = time_limit_s(time)
+    if limit is None:
+        raise ConfigError(f"--time {time!r}: give minutes[:seconds], hours:minutes:seconds, or days-hours[:...]")
+    if limit and limit <= stop_before_s + _RESOLUTION_S:  # 0 is no limit
+        raise ConfigError(
+            f"--time {time} is {limit} s, not more than --stop-before-s {stop_before_s} and the {_RESOLUTION_S} s by "
+            "which Slurm may be early: the run would be stopped as soon as it began, and queued again, for ever; raise "
+            "the one or lower the other"
+        )
+
+
+def time_limit_s(time: str) -> int | None:
+    """Seconds of a limit as sbatch takes it: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]];
+    None where it is none of these."""
+    match = _TIME.fullmatch(time)
+    if match is None:
+        return None
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers = [0, *numbers]
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 _TEMPLATE = """\

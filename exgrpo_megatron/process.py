@@ -156,7 +156,8 @@ def _report_lost_rank(error: LostRankError) -> NoReturn:
 
 def quiet_libraries() -> None:
     """Our own warnings as one line each, on rank 0; of libraries only errors: their warnings say nothing to act on."""
-    logging.basicConfig(level=logging.WARNING if launched_rank() == 0 else logging.ERROR, handlers=[_LineHandler()])
+    level = logging.WARNING if launched_rank() == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_LineHandler()])
     warnings.filterwarnings("ignore", module=r"(megatron|torch|vllm)\..*")
 
 

@@ -73,8 +73,10 @@ def make_plan(config: Config, architecture: Architecture, world_size: int, gpu_b
     check_layout(architecture, layout)
     check_positions(architecture, policy.max_total_sequence_length)
     number_bytes = 2 if policy.precision == "bfloat16" else 4
-    train, score = (_tokens(policy, ranks, number_bytes, train=train) for train in (True, False))
     sequences = -(-policy.train_global_batch_size // ranks.data)
+    train = _tokens(policy, ranks, number_bytes, train=True, sequences=sequences)
+    # Of the stored answers to be scored a rank may get more than of an optimiser step.
+    score = _tokens(policy, ranks, number_bytes, train=False, sequences=None)
     # With a token budget a micro-batch holds one sequence at least.
     micro_batches = sequences if policy.token_budget else -(-sequences // policy.mb_sequences(train=True))
     return Plan(
@@ -169,10 +171,16 @@ def _micro_batch_key(policy: PolicyConfig, *, train: bool) -> str:
     return f"policy.{section}.{name} ({policy.mb_tokens(train=train)})"
 
 
-def _tokens(policy: PolicyConfig, ranks: Ranks, number_bytes: int, *, train: bool) -> TokenLayout:
-    positions = responses = policy.mb_tokens(train=train)
+def _tokens(
+    policy: PolicyConfig, ranks: Ranks, number_bytes: int, *, train: bool, sequences: int | None
+) -> TokenLayout:
+    """A micro-batch of the greatest length, made of so many `sequences` of a data-parallel rank at most."""
+    positions = policy.mb_tokens(train=train)
+    if sequences is not None:
+        positions = min(positions, sequences * policy.longest_row)
+    responses = positions
     if policy.token_budget is None:
-        responses = policy.mb_sequences(train=train) * policy.generation.max_new_tokens
+        responses = positions // policy.longest_row * policy.generation.max_new_tokens
     return TokenLayout(
         positions=-(-positions // ranks.context),
         response_tokens=-(-responses // ranks.context),
@@ -186,10 +194,25 @@ def _rollout(config: Config, architecture: Architecture, ranks: Ranks, gpu_bytes
     generation = config.policy.generation
     if generation.backend == "vllm":
         return _vllm(config, architecture, ranks, gpu_bytes)
-    questions = -(-config.grpo.num_prompts_per_step // ranks.world_size)  # every process samples its part
-    rows = min(generation.max_batch_size, questions * config.grpo.num_generations_per_prompt)
+    rows = min(generation.max_batch_size, max(_sampled_rows(config, ranks), _evaluated_rows(config, ranks)))
     columns = config.data.max_input_seq_length + generation.max_new_tokens
     return embedded_rollout(architecture, rows=rows, columns=columns)
+
+
+def _sampled_rows(config: Config, ranks: Ranks) -> int:
+    """Answers that a process samples in a step, at most: every process has its part of the questions."""
+    questions = -(-config.grpo.num_prompts_per_step // ranks.world_size)
+    return questions * config.grpo.num_generations_per_prompt
+
+
+def _evaluated_rows(config: Config, ranks: Ranks) -> int:
+    """The same in an evaluation; of a file nobody knows yet how many questions it has."""
+    held_out = config.data.validation
+    if held_out is None:
+        return 0
+    if held_out.path is not None:
+        return config.policy.generation.max_batch_size
+    return -(-held_out.generator_size // ranks.world_size) * config.eval.num_tests_per_prompt
 
 
 def _vllm(config: Config, architecture: Architecture, ranks: Ranks, gpu_bytes: int) -> RolloutBytes:

@@ -79,9 +79,11 @@ def passes_in_flight(stage: Stage, pipeline: int, micro_batches: int) -> int:
     """Forward passes of a chunk that wait for their backward pass, at most (one forward, one backward in turn).
 
     Without virtual stages a stage is ahead by the stages behind it; interleaved, by twice as many, and by a whole
-    round for each further chunk (section 2.2 of arXiv:2104.04473).
+    round for each further chunk (section 2.2 of arXiv:2104.04473); its last round of micro-batches is filled up.
     """
     behind, chunks = pipeline - 1 - stage.index, len(stage.chunks)
+    if chunks > 1:
+        micro_batches = -(-micro_batches // pipeline) * pipeline
     ahead = behind if chunks == 1 else 2 * behind + (chunks - 1) * pipeline
     return min(ahead + 1, micro_batches * chunks)
 

@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 
+from exgrpo_megatron.launch_command import time_limit_s
+
 SEVEN_B = (
     "policy.model_name=Qwen/Qwen2.5-Math-7B",
     "policy.precision=bfloat16",
@@ -103,13 +105,37 @@ def test_launch_takes_machines_from_the_recipe_and_without_a_limit_asks_for_no_s
 
 
 @pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 90 * 60),
+        ("90:30", 90 * 60 + 30),
+        ("2:00:05", 2 * 3600 + 5),
+        ("1-12", 36 * 3600),
+        ("1-12:30", 36 * 3600 + 30 * 60),
+        ("1-12:30:15", 36 * 3600 + 30 * 60 + 15),
+        ("soon", None),
+        ("1-", None),
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds):
+    assert time_limit_s(time) == seconds
+
+
+@pytest.mark.parametrize(
     ("args", "text"),
     [
         (["--nodes", 3, "--gpus-per-node", 1, "policy.megatron_cfg.tensor_model_parallel_size=2"], "does not divide"),
         (["--nodes", 3, "cluster.num_nodes=2", "cluster.gpus_per_node=8"], "2 * 8 = 16"),
+        (
+            ["--nodes", 4, "--gpus-per-node", 1, "cluster.num_nodes=2"],
+            "are 4 processes, but cluster.num_nodes * cluster.gpus_per_node = 2 * 1 = 2",
+        ),
+        (["--nodes", 2, "--gpus-per-node", 1, "cluster.gpus_per_node=2"], "= 2 * 2 = 4"),
         (["--partition", "gpu; rm"], "--partition 'gpu; rm'"),
         (["--time", "soon"], "--time 'soon'"),
         (["--stop-before-s", 30], "--stop-before-s 30"),
+        (["--time", "11"], "--time 11 is 660 s, not more than --stop-before-s 600 and the 60 s"),
+        (["--time", "1:00:00", "--stop-before-s", 7200], "--time 1:00:00 is 3600 s"),
     ],
 )
 def test_launch_refuses_what_slurm_or_the_run_would(exgrpo, project, args, text):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +36,20 @@ def test_a_rank_that_only_lost_another_leaves_no_message_to_take_for_the_cause(t
     assert ended(LostRankError("rank 1 ended without a message", killed=(1,))) == 2
     assert not path.exists()
     assert capsys.readouterr().err == "error: rank 1 ended without a message\n"
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "warning: ours\nerror: theirs\n"), ("1", "error: theirs\n")])
+def test_a_warning_of_ours_is_one_line_of_the_first_rank_and_of_libraries_only_errors_are_shown(rank, said):
+    code = (
+        "import logging\nfrom exgrpo_megatron.process import quiet_libraries\nquiet_libraries()\n"
+        "logging.getLogger('exgrpo_megatron.policy').warning('ours')\n"
+        "logging.getLogger('torch').warning('nothing')\nlogging.getLogger('torch').error('theirs')"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "RANK": rank}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=100
+    )
+    assert ended.stderr == said
 
 
 def test_the_first_rank_left_on_a_machine_speaks_for_it(monkeypatch, capsys):

@@ -58,6 +58,7 @@ def test_logits_without_sequence_parallel_are_shared_and_hidden_states_are_not()
         # Interleaved, 2 chunks: 2 x stages behind + one round of 4, and the one in work.
         (2, 100, [11, 9, 7, 5]),
         (2, 4, [8, 8, 7, 5]),
+        (2, 1, [8, 8, 7, 5]),  # a round is filled up
     ],
 )
 def test_passes_in_flight_on_four_stages(chunks, micro_batches, expected):

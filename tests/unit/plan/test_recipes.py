@@ -67,7 +67,8 @@ def test_their_batch_is_the_papers(name):
           "policy.megatron_cfg.pipeline_model_parallel_size=8"], ["must divide policy.megatron_cfg.tensor_model"]),
         (["policy.megatron_cfg.activation_checkpointing=false", "policy.sequence_packing.train_mb_tokens=18432"],
          ["update needs", "activations 88.0", "activation_checkpointing = true", "train_mb_tokens (18432)"]),
-        (["policy.generation.backend=embedded"], ["weight push needs", "second rollout weights 262.8", "= vllm"]),
+        (["policy.generation.backend=embedded", "policy.generation.max_batch_size=8"],
+         ["weight push needs", "second rollout weights 262.8", "= vllm"]),
     ],
     ids=["no room for one answer", "too much for vLLM", "heads", "layout", "activations", "embedded"],
 )  # fmt: skip
@@ -76,3 +77,50 @@ def test_what_does_not_fit_70b_is_refused_with_what_to_change(overrides, texts):
         planned("llama_3.1_70b_64gpu", *overrides)
     for text in texts:
         assert text in str(caught.value)
+
+
+def quickstart(processes: int, *overrides: str) -> Plan:
+    """256 sequences of up to 128 positions a step, 96 of them an answer's; 32 and 256 of them a micro-batch."""
+    config = load_recipe(RECIPES / "quickstart.yaml", overrides)
+    found = find_architecture(config.policy.model_name)
+    assert found is not None
+    return make_plan(config, found[0], processes, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "rows"),
+    [
+        (8, [], 32),
+        (64, [], 4),
+        (48, [], 6),  # some ranks have 5
+        (64, ["policy.megatron_cfg.tensor_model_parallel_size=2"], 8),
+        (64, ["policy.train_micro_batch_size=null"], 4),
+    ],
+)
+def test_a_micro_batch_has_no_more_sequences_than_a_rank_has_of_an_optimiser_step(processes, overrides, rows):
+    train = quickstart(processes, *overrides).train
+    assert (train.positions, train.response_tokens) == (rows * 128, rows * 96)
+
+
+def test_a_token_budget_is_filled_no_further_than_by_all_sequences_of_a_rank():
+    budget = ("policy.train_micro_batch_size=null", "policy.logprob_batch_size=null",
+              "policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=4096")  # fmt: skip
+    assert quickstart(8, *budget).train.positions == 4096
+    assert quickstart(16, *budget).train.positions == 16 * 128
+    assert quickstart(16, *budget).score.positions == 128
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "rows"),
+    [
+        (8, [], 4 * 8),  # questions of a step by answers
+        (64, [], 8),
+        (64, ["data.validation.generator_size=6400", "eval.num_tests_per_prompt=2"], 100 * 2),
+        (64, ["data.validation.generator_size=6400", "eval.num_tests_per_prompt=4"], 256),
+        (64, ["data.validation=null"], 8),
+        (64, ["data.validation.generator=null",
+              "data.validation.path=held_out.jsonl"], 256),
+    ],
+)  # fmt: skip
+def test_the_embedded_engine_has_room_for_the_answers_of_a_step_and_of_an_evaluation(processes, overrides, rows):
+    assert quickstart(processes, *overrides).rollout.kv_tokens == rows * 128

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from threading import Event, Timer
 
 import pyarrow.parquet as pq
@@ -14,12 +15,17 @@ import torch.distributed.checkpoint as dcp
 from scripted import make_config
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from exgrpo_megatron import checkpointing
 from exgrpo_megatron.checkpointing import STATE_KEYS, CheckpointStore, FilesPart
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import CheckpointConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.policy.sharded_files import ShardedFiles
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experience"))
+
+from ranks import on_ranks
 
 STATE = {**dict.fromkeys(STATE_KEYS), "metrics": {}}
 
@@ -97,9 +103,34 @@ def test_a_failure_in_the_background_is_raised_at_the_next_boundary_and_loses_no
     assert store.latest() == tmp_path / "step_000003"
 
 
+def test_a_file_that_one_rank_cannot_read_is_named_on_all(tmp_path, monkeypatch):
+    """Each rank reads a part of the files; the others must not wait for one that has given up."""
+    folder = store_in(tmp_path).save(1, state_of(1), lambda folder: []) / "policy"
+    folder.mkdir()
+    (folder / "unreadable").write_text("")
+    digest = checkpointing._digest
+
+    def read(path):
+        if path.name == "unreadable":
+            raise OSError(5, "Input/output error", str(path))
+        return digest(path)
+
+    monkeypatch.setattr(checkpointing, "_digest", read)
+
+    def verified(comm):
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointStore(tmp_path, CheckpointConfig(), comm).verify(folder.parent)
+        return str(caught.value)
+
+    first, second = on_ranks(2, 1, verified)
+    assert first == second
+    assert first.startswith(f"{folder / 'unreadable'}: damaged; move step_000001 away")
+
+
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
+from exgrpo_megatron import checkpointing
 from exgrpo_megatron.checkpointing import STATE_KEYS, CheckpointStore, FilesPart
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import CheckpointConfig
