@@ -156,6 +156,19 @@ class CheckpointStore:
         return Saved(final, max(written.seconds for written in everyones))
 
     @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around training: an error in a step does not cost the checkpoint that is on its way.
+
+        With other processes, which may be gone or go on, nothing collective is begun then, and it is lost.
+        """
+        try:
+            yield
+        except Exception:
+            if self.comm.world_size == 1:
+                self.finish(wait=True)
+            raise
+
+    @contextmanager
     def _all_or_nothing(self, step: int, aside: Path) -> Iterator[None]:
         try:
             yield

@@ -92,7 +92,8 @@ class TrainingRun:
             if first_step < until and not self._stopping(stop):
                 if self.comm.is_main:
                     self.folder.set_exported_step(None)
-                self.trainer.fit(until, self._after_step(metrics, stop))
+                with self.store.kept():
+                    self.trainer.fit(until, self._after_step(metrics, stop))
             finished = self.trainer.last_step >= until
             export = self._export() if finished and self.config.checkpointing.export_hf else None
         return RunOutcome(self.folder.path, self.trainer.last_step, first_step, finished, self.last_checkpoint, export)

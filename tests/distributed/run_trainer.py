@@ -106,9 +106,11 @@ class Counted:
     """The engine, and how many answers each call of it was asked for."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self.shared_by_members = engine.shared_by_members
-        self.load_weights, self.engine = engine.load_weights, engine
+        self.engine = engine
         self.asked: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def sample(self, requests: list[SampleRequest], params: SamplingParams) -> list[list[SampledResponse]]:
         self.asked.append(sum(len(request.seeds) for request in requests))

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from threading import Event
+from threading import Event, Timer
 
 import pyarrow.parquet as pq
 import pytest
@@ -74,6 +74,16 @@ def test_without_async_save_it_is_written_when_begin_returns(tmp_path):
     release.set()
     store.begin(1, state_of(1), held(release))
     assert store.finish(wait=False).path == tmp_path / "step_000001"
+
+
+def test_an_error_in_the_next_step_does_not_cost_the_checkpoint_on_its_way(tmp_path):
+    store, release = store_in(tmp_path), Event()
+    store.begin(1, state_of(1), held(release))
+    Timer(0.1, release.set).start()
+    with pytest.raises(RuntimeError, match="of the step"), store.kept():
+        raise RuntimeError("of the step")
+    assert store.latest() == tmp_path / "step_000001"
+    store.verify(store.latest())
 
 
 def test_a_failure_in_the_background_is_raised_at_the_next_boundary_and_loses_nothing(tmp_path):
