@@ -69,8 +69,8 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
     tokenizer = load_tokenizer(tokenizer_dir)
     if tokenizer.vocab_size > architecture.vocab_size:
         raise ConfigError(
-            f"policy.tokenizer.name = {str(tokenizer_dir)!r} has {tokenizer.vocab_size} tokens, more than the "
-            f"{architecture.vocab_size} of the model in {model_dir}"
+            f"policy.tokenizer.name = {str(tokenizer_dir)!r} has token ids up to {tokenizer.vocab_size - 1}, but "
+            f"the model in {model_dir} has {architecture.vocab_size} tokens"
         )
     stop = config.policy.generation.stop_token_ids or tokenizer.stop_token_ids(model_dir)
     sampling = SamplingParams(

@@ -52,9 +52,10 @@ METRICS: dict[str, Metric] = {
     "reward/too_long": Metric("answers", "rejected: the boxed text is too long"),
     "reward/timeout": Metric("answers", "given up: the verifier ran past its time and was killed"),
     "reward/error": Metric("answers", "given up: the verifier failed or died"),
-    "groups/none_correct": Metric("share", "groups of the step without a correct answer (no gradient)"),
-    "groups/mixed": Metric("share", "groups of the step with a non-zero advantage"),
-    "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient)"),
+    "reward/length_penalty": Metric("", "mean penalty of the sampled answers (grpo.reward_shaping only)"),
+    "groups/none_correct": Metric("share", "groups of the step without a correct answer (no gradient but a penalty's)"),
+    "groups/mixed": Metric("share", "groups of the step with correct and other answers"),
+    "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient but a penalty's)"),
     "experience/replay_on": Metric("0 or 1", "1: the step was in the mixed phase"),
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
@@ -65,6 +66,7 @@ METRICS: dict[str, Metric] = {
     "experience/stored_this_step": Metric("answers", "correct answers stored in the step"),
     "experience/already_stored": Metric("answers", "correct answers of the step that were stored before"),
     "experience/not_collected": Metric("answers", "correct answers of the step from before collection begins"),
+    "experience/truncated": Metric("answers", "correct answers cut off and so not stored (overlong_filtering only)"),
     "experience/refused": Metric("answers", "answers refused in the step: not one finite log-prob a token"),
     "experience/retired_again": Metric("groups", "groups of the step whose question was retired before"),
     "experience/replayed_wrong": Metric("answers", "replayed answers of the step that were not graded correct again"),
@@ -93,6 +95,16 @@ METRICS: dict[str, Metric] = {
         f"ratio_replayed/{stat}": Metric("", f"{words} ratio w of replayed tokens, against their recorded log-probs")
         for stat, words in RATIO_STATS.items()
     },
+    **{
+        f"ratio_engine/{stat}": Metric(
+            "", f"{words} ratio of new response tokens, policy before the update to rollout engine (recomputed only)"
+        )
+        for stat, words in RATIO_STATS.items()
+    },
+    "correction/mean": Metric("", "mean weight of new response tokens (use_importance_sampling_correction only)"),
+    "correction/max": Metric("", "largest of these weights"),
+    "correction/limited_share": Metric("share", "new response tokens whose weight a limit changed or set to 0"),
+    "correction/ess": Metric("share", "effective sample size / tokens, (sum w)^2 / (n sum w^2), of the weights"),
     "rollout/tokens": Metric("tokens", "response tokens sampled in the step"),
     "rollout/response_length": Metric("tokens", "mean length of the sampled responses"),
     "rollout/truncated": Metric("answers", "sampled responses cut off at the longest length"),

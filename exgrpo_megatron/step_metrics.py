@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
+from exgrpo_megatron.algorithm.importance import correction
+from exgrpo_megatron.algorithm.length_penalty import length_penalty
+from exgrpo_megatron.config import Config, LossConfig
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.metrics import ratio_summary
 from exgrpo_megatron.parts import Parts
@@ -68,10 +71,11 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
     """Every metric of the step, by its name in `metrics.METRICS`; collective over data-parallel ranks."""
     timing = _slowest(parts.comm.all_gather(clock.metrics()))
     return {
-        **_reward_metrics(record),
+        **_reward_metrics(parts.config, record),
         **_group_metrics(record.groups),
         **_experience_metrics(parts, record),
         **_policy_metrics(parts, record),
+        **_engine_ratio_metrics(parts.config.loss_fn, record.groups),
         **_rollout_metrics(record.groups, timing["time/rollout_s"]),
         "rollout/engine_restarts": parts.engine.num_restarts,
         "data/epoch": parts.order.epoch,
@@ -115,9 +119,11 @@ def _new_answers(groups: list[Group]) -> list[Trajectory]:
     return [member for group in groups for member in group.trajectories if not member.replayed]
 
 
-def _reward_metrics(record: StepRecord) -> dict[str, float]:
+def _reward_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     fresh = _new_answers(record.groups)
+    penalties = [length_penalty(len(member.token_ids), config) for member in fresh]
     return {
+        **({"reward/length_penalty": float(np.mean(penalties))} if config.grpo.reward_shaping.enabled else {}),
         "reward/pass_rate": pass_rate(record.groups),
         "reward/pass_rate_fresh": sum(member.reward > 0 for member in fresh) / len(fresh),
         **{f"reward/{status}": count for status, count in verdict_counts(record.verdicts).items()},
@@ -151,6 +157,7 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/stored_this_step": report.stored,
         "experience/already_stored": report.duplicates,
         "experience/not_collected": report.not_collected,
+        "experience/truncated": report.truncated,
         "experience/refused": len(report.refused),
         "experience/retired_again": report.already_retired,
         "experience/replayed_wrong": sum(member.reward <= 0 for member in replayed),
@@ -170,7 +177,7 @@ def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     bound = parts.config.loss_fn.max_abs_log_ratio
     return {
         "policy/loss": float(np.mean([update.loss for update in updates])),
-        "policy/entropy": float(terms.entropy.mean()),
+        **({"policy/entropy": float(terms.entropy.mean())} if terms.entropy.size else {}),
         # numpy's maximum of a NaN and a number is NaN; Python's depends on which comes first.
         "policy/grad_norm": float(np.max([update.grad_norm for update in updates])),
         "policy/learning_rate": updates[-1].learning_rate,
@@ -185,7 +192,27 @@ def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
 
 
 def _ratio(updates: list[UpdateResult], part: str, whole: str) -> float:
-    return sum(getattr(update, part) for update in updates) / sum(getattr(update, whole) for update in updates)
+    return sum(getattr(update, part) for update in updates) / max(1, sum(getattr(update, whole) for update in updates))
+
+
+def _engine_ratio_metrics(loss: LossConfig, groups: list[Group]) -> dict[str, float]:
+    """How far engine and policy are apart on the new answers, and what the correction makes of it."""
+    fresh = [member for member in _new_answers(groups) if member.engine_logprobs is not None]
+    ratios = [member.logprobs - member.engine_logprobs for member in fresh if member.engine_logprobs is not None]
+    metrics = ratio_summary("ratio_engine", np.concatenate([np.zeros(0, np.float32), *ratios]))
+    corrections = [found for member in fresh if (found := correction(member, loss)) is not None]
+    if not corrections:
+        return metrics
+    weights = np.concatenate([found.weights for found in corrections]).astype(np.float64)
+    limited = np.concatenate([found.limited for found in corrections])
+    squares = float(np.square(weights).sum())
+    return {
+        **metrics,
+        "correction/mean": float(weights.mean()),
+        "correction/max": float(weights.max()),
+        "correction/limited_share": float(limited.mean()),
+        "correction/ess": float(weights.sum() ** 2 / (len(weights) * squares)) if squares else 0.0,
+    }
 
 
 def _joined(parts: list[LossTerms]) -> LossTerms:

@@ -239,7 +239,9 @@ class Trainer:
             Group(
                 group.question,
                 tuple(
-                    member if member.replayed else replace(member, logprobs=next(scored).logprobs)
+                    member
+                    if member.replayed
+                    else replace(member, logprobs=next(scored).logprobs, engine_logprobs=member.logprobs)
                     for member in group.trajectories
                 ),
             )
@@ -270,7 +272,9 @@ class Trainer:
 
         Returns the report, and the retired questions that nevertheless stay among the new ones.
         """
-        report = self.parts.experience.record(groups, step=step, collect=self.schedule.collecting)
+        report = self.parts.experience.record(
+            groups, step=step, collect=self.schedule.collecting, truncated=not self.config.grpo.overlong_filtering
+        )
         self.schedule.observe(pass_rate(groups))
         if self.config.experience.retire_from == "replay":
             return report, []

@@ -54,9 +54,12 @@ class Trajectory:
     logprobs: Logprobs
     """Log-probs under the policy that wrote the response (the denominators of the ratio)."""
     reward: float
+    """Above 0: correct."""
     replayed: bool
     stop_reason: StopReason
     policy_version: int
+    engine_logprobs: Logprobs | None = None
+    """What the rollout engine said of a new response whose `logprobs` the policy recomputed; None for any other."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class TrainSequence:
     """Multiplies each response token's policy term: 1 / normaliser (global, hence layout-independent)."""
     entropy_weight: float
     """Multiplies each response token's entropy: coefficient / number of response tokens in the global batch."""
+    token_weights: Logprobs | None = None
+    """A further constant factor of each response token's policy term, shape [response tokens]; None: 1."""
 
     @property
     def num_tokens(self) -> int:

@@ -9,8 +9,10 @@ import torch
 
 from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.algorithm.advantages import group_advantages
-from exgrpo_megatron.config import Config, GRPOConfig, LossConfig
-from exgrpo_megatron.types import Group, TrainSequence
+from exgrpo_megatron.algorithm.importance import correction
+from exgrpo_megatron.algorithm.length_penalty import length_penalty
+from exgrpo_megatron.config import Config, LossConfig
+from exgrpo_megatron.types import Group, Logprobs, TrainSequence, Trajectory
 
 
 def minibatches(groups: list[Group], num_minibatches: int, generator: np.random.Generator) -> list[list[Group]]:
@@ -27,20 +29,25 @@ def minibatches(groups: list[Group], num_minibatches: int, generator: np.random.
 
 
 def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: int) -> list[TrainSequence]:
-    """All sequences of one optimiser step, in the order of the groups and their members.
+    """The sequences of one optimiser step, in the order of the groups and their members.
 
     `groups` is the global minibatch, that of all ranks together: the counts by which the loss is divided are taken
-    here, once, so that how the sequences are spread over ranks and micro-batches cannot change the loss.
+    here, once, so that how the sequences are spread over ranks and micro-batches cannot change the loss. Answers that
+    `grpo.overlong_filtering` leaves out are among those a reward is compared with, and in none of these counts.
 
     Raises:
         ValueError: groups of different sizes.
     """
-    members = [member for group in groups for member in group.trajectories]
-    num_sequences = len(members)
-    num_tokens = sum(len(member.token_ids) for member in members)
+    members = [(group.question, member) for group in groups for member in group.trajectories]
+    trained = [
+        (question, member, advantage)
+        for (question, member), advantage in zip(members, _advantages(groups, config), strict=True)
+        if not (config.grpo.overlong_filtering and member.stop_reason == "length")
+    ]
+    num_sequences = len(trained)
+    num_tokens = sum(len(member.token_ids) for _, member, _ in trained)
     entropy_weight = _entropy_weight(config.loss_fn, num_tokens)
     width = config.policy.generation.max_new_tokens
-    questions = [group.question for group in groups for _ in group.trajectories]
     return [
         TrainSequence(
             prompt_ids=question.prompt_ids,
@@ -51,8 +58,9 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
             policy_weight=1.0
             / _divisor(config.loss_fn, len(member.token_ids), num_sequences, width, data_parallel_size),
             entropy_weight=entropy_weight,
+            token_weights=_token_weights(member, config.loss_fn),
         )
-        for question, member, advantage in zip(questions, members, _advantages(groups, config.grpo), strict=True)
+        for question, member, advantage in trained
     ]
 
 
@@ -87,15 +95,23 @@ def balanced_shares(lengths: Sequence[int], size: int) -> list[list[int]]:
     return shares
 
 
-def _advantages(groups: list[Group], grpo: GRPOConfig) -> list[float]:
+def _token_weights(member: Trajectory, loss: LossConfig) -> Logprobs | None:
+    found = correction(member, loss)
+    return None if found is None else found.weights
+
+
+def _advantages(groups: list[Group], config: Config) -> list[float]:
     sizes = {group.size for group in groups}
     if len(sizes) > 1:
         raise ValueError(f"groups of one optimiser step must be of one size, found {sorted(sizes)}")
-    rewards = [[member.reward for member in group.trajectories] for group in groups]
+    rewards = [
+        [member.reward - length_penalty(len(member.token_ids), config) for member in group.trajectories]
+        for group in groups
+    ]
     advantages = group_advantages(
         torch.tensor(rewards, dtype=torch.float64),
-        normalize=grpo.normalize_rewards,
-        leave_one_out=grpo.use_leave_one_out_baseline,
+        normalize=config.grpo.normalize_rewards,
+        leave_one_out=config.grpo.use_leave_one_out_baseline,
     )
     return advantages.flatten().tolist()
 

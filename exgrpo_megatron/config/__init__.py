@@ -24,6 +24,7 @@ from exgrpo_megatron.config.objective import (
     GRPOConfig,
     LossConfig,
     Normalizer,
+    RewardShapingConfig,
     VariantName,
     whole_share,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "PolicyConfig",
     "PositiveFloat",
     "PositiveInt",
+    "RewardShapingConfig",
     "SFTConfig",
     "SchedulerConfig",
     "Section",

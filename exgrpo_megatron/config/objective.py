@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from exgrpo_megatron.config.section import (
     Count,
@@ -45,6 +45,32 @@ VARIANTS: dict[str, dict[VariantName, Any]] = {
 """Every switch on which the paper and its released code differ, by dotted key (see docs/algorithm.md)."""
 
 
+class RewardShapingConfig(Section):
+    """The soft penalty of answers near the longest length (DAPO); k and pass rates go by what is correct, not by it."""
+
+    enabled: bool = key(False, "take a penalty that grows with the length off the rewards advantages are made from")
+    overlong_buffer_length: PositiveInt | None = key(
+        None, "tokens before max_response_length over which the penalty grows from 0 to its whole", "tokens"
+    )
+    overlong_buffer_penalty: PositiveFloat | None = key(None, "the whole penalty; a correct answer's reward is 1")
+    max_response_length: PositiveInt | None = key(
+        None, "length from which the penalty is whole; null: policy.generation.max_new_tokens", "tokens"
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong_together(self) -> RewardShapingConfig:
+        given = {name: getattr(self, name) for name in type(self).model_fields if name != "enabled"}
+        if not self.enabled:
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(f"{name} = {value} has no effect with enabled = false: set one of them back")
+            return self
+        for name in ("overlong_buffer_length", "overlong_buffer_penalty"):
+            if given[name] is None:
+                raise ValueError(f"enabled = true, but {name} is null: say how long and how large the penalty is")
+        return self
+
+
 class GRPOConfig(Section):
     """How many questions and answers a step has, and how rewards become advantages."""
 
@@ -56,6 +82,10 @@ class GRPOConfig(Section):
     val_at_start: bool = key(True, "evaluate before the first step")
     normalize_rewards: bool = key(False, "divide advantages by the group's (unbiased) standard deviation")
     use_leave_one_out_baseline: bool = key(False, "baseline of a member is the mean of the others in its group")
+    overlong_filtering: bool = key(
+        False, "leave truncated answers out of the loss and its divisors, and do not store them for replay"
+    )
+    reward_shaping: RewardShapingConfig = key(RewardShapingConfig(), "penalty of answers near the longest length")
 
 
 class LossConfig(Section):
@@ -83,6 +113,74 @@ class LossConfig(Section):
     max_abs_log_ratio: Annotated[float, Field(gt=0, le=80)] = key(
         20.0, "log-ratios are clamped to +- this before exp; hits are counted"
     )
+    use_importance_sampling_correction: bool = key(
+        False,
+        "weigh the tokens of new answers by w = exp(recomputed log-prob - engine's), a constant; the entropy bonus and "
+        "replayed answers are not weighed",
+    )
+    rollout_is: Literal["token", "sequence"] = key(
+        "token", "w of each token, or the product over its answer for all of them"
+    )
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = key(
+        "tis",
+        "tis: w is cut to the limits; icepop: a token whose w is outside them weighs 0; seq-mask-tis: so does every "
+        "token of an answer whose geometric mean of w is outside them, and the other w are not cut",
+    )
+    truncated_importance_sampling_ratio: PositiveFloat | None = key(None, "upper limit of w; null: w has no limits")
+    truncated_importance_sampling_ratio_min: PositiveFloat | None = key(None, "lower limit of w; null: 0, tis only")
+
+    @model_validator(mode="after")
+    def _correction_can_be_made(self) -> LossConfig:
+        if self.use_importance_sampling_correction:
+            if self.old_logprobs == "engine":
+                raise ValueError(
+                    "use_importance_sampling_correction = true, but old_logprobs = 'engine': the ratio against the "
+                    "engine's log-probs is such a correction already, and w would be 1; set old_logprobs to "
+                    "'recomputed', or use_importance_sampling_correction to false"
+                )
+            return self
+        for name in _CORRECTION_KEYS:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} has no effect with use_importance_sampling_correction = false: "
+                    "set one of them back"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> LossConfig:
+        kind, level = self.truncated_importance_sampling_type, self.rollout_is
+        highest, lowest = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        if kind != "tis" and (highest is None or lowest is None):
+            raise ValueError(
+                f"truncated_importance_sampling_type = {kind!r} needs both limits, but "
+                f"truncated_importance_sampling_ratio_min and truncated_importance_sampling_ratio are {lowest} and "
+                f"{highest}: set them"
+            )
+        if highest is None and lowest is not None:
+            raise ValueError(
+                f"truncated_importance_sampling_ratio_min = {lowest}, but truncated_importance_sampling_ratio is null: "
+                "set it too"
+            )
+        if highest is not None and lowest is not None and lowest > highest:
+            raise ValueError(
+                f"truncated_importance_sampling_ratio_min = {lowest} is above truncated_importance_sampling_ratio = "
+                f"{highest}"
+            )
+        if kind == "seq-mask-tis" and level == "sequence":
+            raise ValueError(
+                "truncated_importance_sampling_type = 'seq-mask-tis' masks answers and weighs tokens, but rollout_is = "
+                "'sequence': set it to 'token', or the type to 'icepop'"
+            )
+        return self
+
+
+_CORRECTION_KEYS = (
+    "rollout_is",
+    "truncated_importance_sampling_type",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+)
 
 
 class ExperienceConfig(Section):

@@ -54,6 +54,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _penalty_can_happen(self) -> Config:
+        buffer, longest = self.grpo.reward_shaping.overlong_buffer_length, self.policy.generation.max_new_tokens
+        if not self.grpo.reward_shaping.enabled or buffer is None:
+            return self
+        begins = self.penalised_at - buffer
+        if not 0 <= begins < longest:
+            raise ValueError(
+                f"grpo.reward_shaping: max_response_length - overlong_buffer_length = {self.penalised_at} - {buffer} = "
+                f"{begins} must be from 0 to below policy.generation.max_new_tokens = {longest}: the penalty begins "
+                "after that many tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engine_fits(self) -> Config:
         generation = self.policy.generation
         if generation.backend != "vllm":
@@ -132,6 +146,11 @@ class Config(Section):
                     f"{optimizer.lr}"
                 )
         return self
+
+    @property
+    def penalised_at(self) -> int:
+        """Tokens from which an answer gets the whole penalty of `grpo.reward_shaping`."""
+        return self.grpo.reward_shaping.max_response_length or self.policy.generation.max_new_tokens
 
     @property
     def max_model_len(self) -> int:

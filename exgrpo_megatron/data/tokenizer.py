@@ -6,6 +6,7 @@ import json
 import logging
 import unicodedata
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,13 @@ class PromptTokenizer:
         """Text of the token that ends a response."""
         return str(self._tokenizer.convert_ids_to_tokens(self.eos_id))
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included (a model's embedding may have more rows)."""
-        return len(self._tokenizer)
+        """One more than the highest id of a token, added ones included (a model's embedding may have more rows).
+
+        The number of tokens is less than that where the ids have gaps.
+        """
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     def encode_prompt(self, question_text: str, system_prompt: str | None, template: str) -> TokenIds:
         """The prompt of a question: `template` with {question} replaced is the user's message.

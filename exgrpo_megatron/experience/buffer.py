@@ -126,8 +126,9 @@ class ExperienceBuffer:
         longest, highest = zip(*self._comm.all_gather(ends), strict=True)
         return max(longest), max(highest)
 
-    def record(self, groups: list[Group], *, step: int, collect: bool) -> RecordReport:
-        """Take in the rewarded groups of a step, in order; `collect`: whether new correct answers are stored.
+    def record(self, groups: list[Group], *, step: int, collect: bool, truncated: bool = True) -> RecordReport:
+        """Take in the rewarded groups of a step, in order; `collect`: whether new correct answers are stored,
+        `truncated`: those too that were cut off.
 
         Collective, with all groups on every process. With k correct of K: k == K retires the question and forgets its
         answers; 0 < k < K stores the new correct answers and makes k the bucket of the question, if it has stored
@@ -142,7 +143,7 @@ class ExperienceBuffer:
         for group in groups:
             if group.size != self._group_size:
                 raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._group_size}")
-        changes, report = changes_of(groups, self._retired, step=step, collect=collect)
+        changes, report = changes_of(groups, self._retired, step=step, collect=collect, truncated=truncated)
         mine = {number: self._keep(change) for number, change in enumerate(changes) if self._owns(change.question_id)}
         kept = {number: some for part in self._comm.all_gather(mine) for number, some in part.items()}
         for number, change in enumerate(changes):

@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
 
 def changes_of(
-    groups: Sequence[Group], retired: Collection[str], *, step: int, collect: bool
+    groups: Sequence[Group], retired: Collection[str], *, step: int, collect: bool, truncated: bool
 ) -> tuple[list[Change], RecordReport]:
     """The changes, in the order of the groups, and the part of the report that needs no stored answers."""
     report, changes = RecordReport(), []
@@ -50,12 +50,14 @@ def changes_of(
             report.retired.append(question_id)
             changes.append(Change(question_id, num_correct, True, ()))
         else:
-            answers = _sound_answers(group, step, collect, report)
+            answers = _sound_answers(group, step, collect, truncated, report)
             changes.append(Change(question_id, num_correct, False, answers))
     return changes, report
 
 
-def _sound_answers(group: Group, step: int, collect: bool, report: RecordReport) -> tuple[StoredAnswer, ...]:
+def _sound_answers(
+    group: Group, step: int, collect: bool, truncated: bool, report: RecordReport
+) -> tuple[StoredAnswer, ...]:
     """The group's new correct answers that can be replayed; counts the others."""
     correct = [member for member in group.trajectories if member.reward > 0 and not member.replayed]
     if not collect:
@@ -63,6 +65,9 @@ def _sound_answers(group: Group, step: int, collect: bool, report: RecordReport)
         return ()
     sound = []
     for member in correct:
+        if member.stop_reason == "length" and not truncated:
+            report.truncated += 1
+            continue
         fault = answer_fault(member.token_ids, member.logprobs)
         if fault is None:
             sound.append(StoredAnswer(member.token_ids, member.logprobs, member.policy_version, step))

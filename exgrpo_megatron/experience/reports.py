@@ -23,6 +23,8 @@ class RecordReport:
     """Correct answers whose token ids were stored already."""
     not_collected: int = 0
     """Correct answers left out because nothing is collected yet."""
+    truncated: int = 0
+    """Correct answers left out because they were cut off."""
     unsolved: int = 0
     """Groups without a correct answer: nothing changes for their questions."""
     already_retired: int = 0

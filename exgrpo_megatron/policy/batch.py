@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exgrpo_megatron.config import PolicyConfig
 from exgrpo_megatron.policy.grouping import PackingAlgorithm, by_number, by_padded_size, packed, zigzag
-from exgrpo_megatron.types import TokenIds, TrainSequence
+from exgrpo_megatron.types import Logprobs, TokenIds, TrainSequence
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,21 @@ def token_constants(batch: MicroBatch, sequences: Sequence[TrainSequence]) -> To
     def per_token(value: Callable[[TrainSequence], float]) -> Tensor:
         return here(np.repeat(np.array([value(row) for row in rows], np.float32), batch.response_lengths))
 
+    policy_weights = per_token(lambda row: row.policy_weight)
+    if any(row.token_weights is not None for row in rows):
+        policy_weights = policy_weights * here(np.concatenate([_token_weights(row) for row in rows]))
     return TokenConstants(
         old_logprobs=here(np.concatenate([np.asarray(row.old_logprobs, np.float32) for row in rows])),
         advantages=per_token(lambda row: row.advantage),
         replayed=per_token(lambda row: float(row.replayed)).bool(),
-        policy_weights=per_token(lambda row: row.policy_weight),
+        policy_weights=policy_weights,
         entropy_weights=per_token(lambda row: row.entropy_weight) if any(row.entropy_weight for row in rows) else None,
     )
+
+
+def _token_weights(row: TrainSequence) -> Logprobs:
+    given = row.token_weights
+    return np.ones(len(row.response_ids), np.float32) if given is None else np.asarray(given, np.float32)
 
 
 def in_input_order(batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[NDArray]:
@@ -232,12 +240,12 @@ def pairs(sequences: Sequence[TrainSequence]) -> Iterator[tuple[TokenIds, TokenI
     """The (prompt, response) of each sequence.
 
     Raises:
-        ValueError: a sequence does not have one old log-prob a response token.
+        ValueError: a sequence does not have one old log-prob, or one weight, a response token.
     """
     for index, sequence in enumerate(sequences):
-        if len(sequence.old_logprobs) != len(sequence.response_ids):
-            raise ValueError(
-                f"sequence {index} has {len(sequence.old_logprobs)} old log-probs for "
-                f"{len(sequence.response_ids)} response tokens"
-            )
+        for what, values in (("old log-probs", sequence.old_logprobs), ("weights", sequence.token_weights)):
+            if values is not None and len(values) != len(sequence.response_ids):
+                raise ValueError(
+                    f"sequence {index} has {len(values)} {what} for {len(sequence.response_ids)} response tokens"
+                )
         yield sequence.prompt_ids, sequence.response_ids

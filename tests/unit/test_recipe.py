@@ -143,6 +143,60 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["policy.generation.stop_token_ids=[]"], ["stop_token_ids = []", "at least 1 item"]),
         (["policy.megatron_cfg.optimizer.lr=1e300"], ["optimizer.lr = 1e+300", "less than or equal to 10"]),
         (["sft.optimizer.lr=11"], ["sft.optimizer.lr = 11", "less than or equal to 10"]),
+        (
+            ["loss_fn={use_importance_sampling_correction: true, old_logprobs: engine}"],
+            ["loss_fn: use_importance_sampling_correction = true", "old_logprobs = 'engine'", "'recomputed'"],
+        ),
+        (
+            ["loss_fn.truncated_importance_sampling_ratio=2"],
+            ["truncated_importance_sampling_ratio = 2", "use_importance_sampling_correction = false"],
+        ),
+        (["loss_fn.rollout_is=sequence"], ["rollout_is = 'sequence'", "use_importance_sampling_correction = false"]),
+        (
+            [
+                "loss_fn={use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop, "
+                "truncated_importance_sampling_ratio: 2}"
+            ],
+            ["truncated_importance_sampling_type = 'icepop' needs both limits", "None and 2"],
+        ),
+        (
+            ["loss_fn={use_importance_sampling_correction: true, truncated_importance_sampling_ratio_min: 2}"],
+            ["truncated_importance_sampling_ratio_min = 2", "truncated_importance_sampling_ratio is null"],
+        ),
+        (
+            [
+                "loss_fn={use_importance_sampling_correction: true, truncated_importance_sampling_ratio_min: 2, "
+                "truncated_importance_sampling_ratio: 1}"
+            ],
+            ["ratio_min = 2.0 is above truncated_importance_sampling_ratio = 1.0"],
+        ),
+        (
+            [
+                "loss_fn={use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis, "
+                "truncated_importance_sampling_ratio_min: 0.9, truncated_importance_sampling_ratio: 1.1, "
+                "rollout_is: sequence}"
+            ],
+            ["truncated_importance_sampling_type = 'seq-mask-tis'", "rollout_is = 'sequence'"],
+        ),
+        (
+            ["grpo.reward_shaping.overlong_buffer_penalty=1"],
+            ["grpo.reward_shaping: overlong_buffer_penalty = 1.0", "enabled = false"],
+        ),
+        (
+            ["grpo.reward_shaping={enabled: true, overlong_buffer_penalty: 1}"],
+            ["grpo.reward_shaping: enabled = true, but overlong_buffer_length is null"],
+        ),
+        (
+            ["grpo.reward_shaping={enabled: true, overlong_buffer_penalty: 1, overlong_buffer_length: 97}"],
+            ["max_response_length - overlong_buffer_length = 96 - 97 = -1", "policy.generation.max_new_tokens = 96"],
+        ),
+        (
+            [
+                "grpo.reward_shaping={enabled: true, overlong_buffer_penalty: 1, overlong_buffer_length: 4, "
+                "max_response_length: 100}"
+            ],
+            ["max_response_length - overlong_buffer_length = 100 - 4 = 96", "policy.generation.max_new_tokens = 96"],
+        ),
         (["loss_fn.max_abs_log_ratio=1e300"], ["max_abs_log_ratio = 1e+300", "less than or equal to 80"]),
         (["env.math.timeout_s=1e300"], ["env.math.timeout_s = 1e+300", "less than or equal to 86400"]),
         (["policy.generation.temperature=1e-4"], ["temperature = 0.0001", "greater than or equal to 0.001"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from vllm_models import TOLERANCE, needs_vllm
 
 from exgrpo_megatron import build, session
 from exgrpo_megatron.errors import UserError
+from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.parts import SilentReporter
 from exgrpo_megatron.recipe import parse_recipe
 
@@ -65,7 +65,7 @@ def train(config, comm, stop_after_one=False):
 
 def metrics_of(folder):
     """Step -> metrics, without those of time and memory."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder / "metrics.jsonl")
     timed = ("time/", "run/", "rollout/tokens_per_s")
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith(timed)} for row in rows}
 

@@ -19,6 +19,7 @@ def trainer(tmp_path_factory, half_trained_model, data_parallel):
     config = parse_recipe(
         {
             "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "seed": 5},
+            "loss_fn": {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
             "data": {
                 "train": {"generator": "chain_arithmetic", "generator_size": 32},
                 "prompt_template": "1+1" * 45 + "{question}",
@@ -74,7 +75,9 @@ def test_a_step_leaves_engine_and_actor_in_agreement_and_rollouts_carry_the_vers
     assert agreement.metrics["agreement/max_abs_difference"] < TOLERANCE
     assert agreement.metrics["agreement/tokens"] > 20
     # Fresh tokens are trained on weights that sampled them, and with float32 on both sides.
-    assert second.metrics["ratio_fresh/max"] == pytest.approx(1, abs=1e-4)
+    for name in ("ratio_fresh/max", "ratio_engine/min", "ratio_engine/max", "correction/mean", "correction/max"):
+        assert second.metrics[name] == pytest.approx(1, abs=1e-4), name
+    assert second.metrics["correction/limited_share"] == 0
 
 
 def test_a_prefix_cache_of_older_weights_is_caught(trainer, compare, monkeypatch):

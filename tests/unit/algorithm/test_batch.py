@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from exgrpo_megatron.algorithm.batch import balanced_shares, minibatches, objective, train_sequences
+from exgrpo_megatron.algorithm.length_penalty import length_penalty
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.types import Group, Question, Trajectory
 
@@ -115,6 +117,46 @@ def test_the_objective_takes_its_constants_from_the_recipe():
     assert (got.kind, got.clip_min, got.clip_max, got.max_abs_log_ratio) == ("ratio", 0.3, 0.28, 5.0)
     assert (got.shaping, got.shaping_beta) == (False, 0.2)
     assert objective(config(), mixed=True).shaping
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "data_parallel_size", "divisors"),
+    [
+        ("global_width", 2, [3 * 96] * 3),
+        ("per_answer_length", 2, [3 * 10, 3 * 30, 3 * 40]),
+        ("rank_width", 2, [2 * 96] * 3),
+    ],
+)
+def test_truncated_answers_that_are_filtered_are_in_no_count_but_in_the_baseline(
+    groups: list[Group], normalizer: str, data_parallel_size: int, divisors: list[int]
+):
+    cut = replace(groups[0].trajectories[1], stop_reason="length")
+    some = [replace(groups[0], trajectories=(groups[0].trajectories[0], cut)), groups[1]]
+    loaded = config(grpo={"overlong_filtering": True}, loss_fn={"normalizer": normalizer})
+    sequences = train_sequences(some, loaded, data_parallel_size=data_parallel_size)
+    assert [len(sequence.response_ids) for sequence in sequences] == [10, 30, 40]
+    assert [sequence.advantage for sequence in sequences] == [0.5, -0.5, 0.5]
+    assert [sequence.policy_weight for sequence in sequences] == pytest.approx([1 / divisor for divisor in divisors])
+    # 80 tokens are left; rank_width counts no sequences.
+    assert [sequence.entropy_weight for sequence in sequences] == pytest.approx([0.001 / 80] * 3)
+    assert len(train_sequences(some, config(), data_parallel_size=1)) == 4
+
+
+def test_nothing_is_left_of_a_step_whose_answers_were_all_cut(groups: list[Group]):
+    cut = [replace(g, trajectories=tuple(replace(m, stop_reason="length") for m in g.trajectories)) for g in groups]
+    assert train_sequences(cut, config(grpo={"overlong_filtering": True}), data_parallel_size=1) == []
+
+
+def test_the_penalty_of_long_answers_grows_over_the_buffer_and_changes_advantages_alone(groups: list[Group]):
+    """From 20 tokens to 40: answers of 10, 20, 30 and 40 tokens lose 0, 0, 0.3 and 0.6."""
+    shaping = {"enabled": True, "overlong_buffer_length": 20, "overlong_buffer_penalty": 0.6, "max_response_length": 40}
+    loaded = config(grpo={"reward_shaping": shaping})
+    assert [length_penalty(length, loaded) for length in (10, 20, 30, 40, 90)] == pytest.approx([0, 0, 0.3, 0.6, 0.6])
+    sequences = train_sequences(groups, loaded, data_parallel_size=1)
+    # Second group: rewards -0.3 and 0.4 with mean 0.05.
+    assert [sequence.advantage for sequence in sequences] == pytest.approx([0.5, -0.5, -0.35, 0.35])
+    assert [group.num_correct for group in groups] == [1, 1]
+    assert length_penalty(90, config()) == 0
 
 
 def test_minibatches_partition_the_groups_and_depend_only_on_the_generator():

@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pytest
 
-from exgrpo_megatron.data.tokenizer import load_tokenizer
+from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
 from exgrpo_megatron.errors import ConfigError
 
 
@@ -29,6 +29,17 @@ def test_the_box_is_one_token_and_a_solution_survives_the_round_trip(chain_token
 
 def test_end_token_and_size_of_the_embedded_vocabulary(chain_tokenizer):
     assert (chain_tokenizer.eos_id, chain_tokenizer.eos_text, chain_tokenizer.vocab_size) == (2, "<eos>", 21)
+
+
+def test_the_size_counts_the_gaps_between_ids(tmp_path):
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    vocabulary = {character: 2 * index for index, character in enumerate(sorted(ByteLevel.alphabet()))}
+    spread = Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token=None, pad_token=None, unk_token=None)
+    # 256 bytes have ids up to 510: a model needs rows for all of these.
+    assert len(spread) < 300
+    assert PromptTokenizer(spread, tmp_path).vocab_size >= 511
 
 
 def test_system_prompt_and_template_are_rendered_by_the_chat_template(byte_tokenizer):

@@ -84,8 +84,9 @@ def make_actor(
 
 
 def random_sequences(count: int, seed: int = 0, vocab: int = 37, max_response: int = 14) -> list[TrainSequence]:
-    """Sequences of different lengths, fresh and replayed, with old log-probs off the policy and different weights."""
-    generator = np.random.default_rng(seed)
+    """Sequences of different lengths, fresh and replayed, with old log-probs off the policy and different weights,
+    every second with weights of its tokens too."""
+    generator, of_tokens = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     sequences = []
     for index in range(count):
         prompt = generator.integers(0, vocab, generator.integers(1, 9), dtype=np.int32)
@@ -99,6 +100,7 @@ def random_sequences(count: int, seed: int = 0, vocab: int = 37, max_response: i
                 replayed=index % 3 == 0,
                 policy_weight=float(generator.uniform(0.01, 0.03)),
                 entropy_weight=float(generator.uniform(0.001, 0.003)),
+                token_weights=of_tokens.uniform(0, 2, len(response)).astype(np.float32) if index % 2 else None,
             )
         )
     return sequences
@@ -124,6 +126,8 @@ def plain_loss(model: PreTrainedModel, sequences: list[TrainSequence], temperatu
             terms = -item.advantage * ratio / (ratio + 0.1)
         else:
             terms = -torch.minimum(item.advantage * ratio, item.advantage * ratio.clamp(0.8, 1.2))
+        if item.token_weights is not None:
+            terms = terms * torch.from_numpy(item.token_weights)
         total = total + item.policy_weight * terms.sum() - item.entropy_weight * entropies.sum()
     return total
 

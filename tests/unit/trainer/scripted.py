@@ -27,7 +27,7 @@ Recorder = Callable[[Question, TokenIds], Logprobs]
 class ScriptedEngine:
     """Answers each request by `script(question id, number of samples) -> responses`; a real engine's protocol.
 
-    It reports log-probs of -0.5 a token, unless `recorder` is set.
+    It reports log-probs of -0.5 a token, unless `recorder` is set, and cuts a response at its longest length.
     """
 
     shared_by_members = False
@@ -45,21 +45,23 @@ class ScriptedEngine:
         self.policy_version = version
 
     def sample(self, requests, params):
-        return [self._responses(request) for request in requests]
+        return [self._responses(request, params.max_new_tokens) for request in requests]
 
     def close(self):
         pass
 
-    def _responses(self, request):
+    def _responses(self, request, longest):
         question = self.by_prompt[tuple(request.prompt_ids)]
         self.calls.append((question.id, len(request.seeds)))
         texts = self.script(question.id, len(request.seeds))
         assert len(texts) == len(request.seeds)
-        return [self._response(question, text) for text in texts]
+        return [self._response(question, text, longest) for text in texts]
 
-    def _response(self, question, text):
+    def _response(self, question, text, longest):
         ids = np.array([*self.tokenizer.encode(text), self.tokenizer.eos_id], dtype=np.int32)
-        return SampledResponse(ids, self.recorder(question, ids), "stop", self.policy_version)
+        reason = "stop" if len(ids) <= longest else "length"
+        ids = ids[:longest]
+        return SampledResponse(ids, self.recorder(question, ids), reason, self.policy_version)
 
 
 def write_questions(path: Path, count: int) -> None:

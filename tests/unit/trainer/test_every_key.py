@@ -10,6 +10,10 @@ from scripted import build_trainer, plant, right, token_ids, wrong
 from exgrpo_megatron.config import VARIANTS, ExperienceConfig, GRPOConfig, LossConfig
 
 ENGINE = {"loss_fn": {"old_logprobs": "engine"}}
+CORRECTED = {"loss_fn": {"use_importance_sampling_correction": True}}
+LIMITS = {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 0.5}
+LIMITED = {"loss_fn": {"use_importance_sampling_correction": True, **LIMITS}}
+SHORT = {"policy": {"generation": {"max_new_tokens": 5}}}
 ON_POLICY = {"experience": {"start_pass_rate": 1.0}}
 
 STEPS = 7
@@ -23,6 +27,18 @@ CASES = [
     ("grpo.seed", 11, {}),
     ("grpo.normalize_rewards", True, {}),
     ("grpo.use_leave_one_out_baseline", True, {}),
+    ("grpo.overlong_filtering", True, SHORT),
+    (
+        "grpo.reward_shaping",
+        {"enabled": True, "overlong_buffer_length": 4, "overlong_buffer_penalty": 0.5, "max_response_length": 8},
+        {},
+    ),
+    ("loss_fn.use_importance_sampling_correction", True, {}),
+    ("loss_fn.rollout_is", "sequence", CORRECTED),
+    ("loss_fn.truncated_importance_sampling_ratio", 2.0, CORRECTED),
+    ("loss_fn.truncated_importance_sampling_ratio_min", 0.9, LIMITED),
+    ("loss_fn.truncated_importance_sampling_type", "icepop", LIMITED),
+    ("loss_fn.truncated_importance_sampling_type", "seq-mask-tis", LIMITED),
     ("loss_fn.ratio_clip_min", 0.99, {**ENGINE, **ON_POLICY}),
     ("loss_fn.ratio_clip_max", 2.0, {"loss_fn": {"old_logprobs": "engine", "clip_in_mixed_phase": True}}),
     ("loss_fn.clip_in_mixed_phase", True, ENGINE),
@@ -130,7 +146,7 @@ def test_every_key_of_the_algorithm_is_here():
 
 
 def test_every_value_of_every_switch_is_here():
-    named = {(key, value) for key, value, _ in CASES}
+    named = [(key, value) for key, value, _ in CASES]
     for key, values in VARIANTS.items():
         default = values["corrected"]
         assert all(value == default or (key, value) in named for value in values.values()), key

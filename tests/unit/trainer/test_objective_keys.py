@@ -194,6 +194,111 @@ def test_log_ratios_are_clamped_and_counted(make, bound, weight, clamped):
     assert metrics["policy/clamped_ratios"] == clamped
 
 
+# loss_fn.use_importance_sampling_correction, rollout_is, truncated_importance_sampling_*
+
+
+def limits(kind, low, high):
+    return {
+        "truncated_importance_sampling_type": kind,
+        "truncated_importance_sampling_ratio_min": low,
+        "truncated_importance_sampling_ratio": high,
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "limited_share"),
+    [
+        ({}, (1.5, 0.5), 0.0),
+        (limits("tis", None, 1.2), (1.2, 0.5), 0.5),
+        (limits("tis", 0.6, 1.2), (1.2, 0.6), 1.0),
+        (limits("icepop", 0.6, 2.0), (1.5, 0.0), 0.5),
+        (limits("seq-mask-tis", 0.4, 1.2), (0.0, 0.5), 0.5),
+        # Products over 4 tokens.
+        ({"rollout_is": "sequence"}, (1.5**4, 0.5**4), 0.0),
+        ({"rollout_is": "sequence", **limits("tis", None, 2.0)}, (2.0, 0.5**4), 0.5),
+    ],
+)
+def test_new_tokens_are_weighed_by_the_policys_probability_over_the_engines(make, keys, weights, limited_share):
+    loss_fn = {"use_importance_sampling_correction": True, **keys}
+    trainer = make(half_of_four_tokens, num_questions=8, loss_fn=loss_fn)
+    ratios(trainer, right_answers=1.5, wrong_answers=0.5)
+    metrics = trainer.step().metrics
+    high, low = weights
+    # 32 tokens with A = 1/2 and 32 with A = -1/2, all with w = 1 against the recomputed denominators.
+    assert metrics["policy/loss"] == pytest.approx(16 * (low - high) / (WIDTH * SEQUENCES), rel=1e-3)
+    assert metrics["correction/mean"] == pytest.approx((high + low) / 2, rel=1e-4)
+    assert metrics["correction/max"] == pytest.approx(max(weights), rel=1e-4)
+    assert metrics["correction/limited_share"] == limited_share
+    assert metrics["correction/ess"] == pytest.approx((high + low) ** 2 / (2 * (high**2 + low**2)), rel=1e-4)
+    assert metrics["ratio_fresh/max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["ratio_engine/max"] == pytest.approx(1.5, rel=1e-4)
+    assert metrics["ratio_engine/min"] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_replayed_answer_is_not_weighed(make):
+    trainer = make(
+        none_of_four_tokens, num_questions=8, loss_fn={"use_importance_sampling_correction": True, "entropy_coeff": 0.0}
+    )
+    plant(trainer, "q1", [right("q1")])
+    trainer.parts.engine.recorder = lambda question, ids: logprobs_at_ratio(trainer, question, ids, 2.0)
+    # A = 3/4 on 4 replayed tokens with f(1) = .90909, -1/4 on the 12 of the wrong answers, each of which weighs 2.
+    assert trainer.step().metrics["policy/loss"] == pytest.approx(3 * (2 - 0.90909) / (WIDTH * SEQUENCES), rel=1e-3)
+
+
+# grpo.overlong_filtering, reward_shaping
+
+
+def one_of_four_cut(question_id, samples):
+    """Right, wrong, wrong (4 tokens each), and one that never ends."""
+    return [right(question_id), *[wrong_one_digit(question_id)] * 2, "=" * 200][:samples]
+
+
+@pytest.mark.parametrize(
+    ("filtering", "loss"),
+    [
+        # A = 3/4 on 4 tokens, -1/4 on 4 + 4 + 96: (26 - 3) a group.
+        (False, 4 * 23 / (WIDTH * SEQUENCES)),
+        # Without the last (2 - 3) a group, and three sequences of each group are counted.
+        (True, -4 / (WIDTH * 12)),
+    ],
+)
+def test_truncated_answers_are_left_out_of_the_loss_if_the_key_says_so(make, filtering, loss):
+    trainer = make(one_of_four_cut, num_questions=8, grpo={"overlong_filtering": filtering})
+    metrics = trainer.step().metrics
+    assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-3)
+    assert metrics["rollout/truncated"] == 4
+    assert metrics["reward/pass_rate"] == 0.25
+
+
+@pytest.mark.parametrize("filtering", [True, False])
+def test_a_correct_answer_left_out_of_the_loss_is_not_kept_for_replay(make, filtering):
+    def right_but_endless(question_id, samples):
+        return [right(question_id) + "=" * 200, *[wrong_one_digit(question_id)] * 3][:samples]
+
+    metrics = make(right_but_endless, num_questions=8, grpo={"overlong_filtering": filtering}).step().metrics
+    assert metrics["reward/pass_rate"] == 0.25
+    assert metrics["experience/stored_this_step"] == (0 if filtering else 4)
+    assert metrics["experience/truncated"] == (4 if filtering else 0)
+
+
+def test_a_step_of_which_nothing_is_left_has_no_loss_and_no_gradient(make):
+    metrics = make(lambda _, samples: ["=" * 200] * samples, grpo={"overlong_filtering": True}).step().metrics
+    assert metrics["policy/loss"] == metrics["policy/grad_norm"] == metrics["policy/padding_share"] == 0
+    assert "policy/entropy" not in metrics
+
+
+def test_long_answers_lose_reward_but_stay_correct(make):
+    shaping = {"enabled": True, "overlong_buffer_length": 8, "overlong_buffer_penalty": 0.4, "max_response_length": 12}
+    metrics = make(half_right, grpo={"reward_shaping": shaping}).step().metrics
+    # q6, q4, q2: 4, 10, 5, 5 tokens lose 0, .3, .05, .05: rewards 1, .7, -.05, -.05 with mean .4, so
+    # 4 x .6 + 10 x .3 - 10 x .45 = .9. q12: 5, 13, 5, 5 tokens lose .05, .4, .05, .05: rewards .95, .6, -.05, -.05
+    # with mean .3625, so 5 x .5875 + 13 x .2375 - 10 x .4125 = 1.9.
+    assert metrics["policy/loss"] == pytest.approx(-(3 * 0.9 + 1.9) / (WIDTH * SEQUENCES), rel=1e-3)
+    assert metrics["reward/length_penalty"] == pytest.approx((3 * 0.4 + 0.55) / 16)
+    assert metrics["reward/pass_rate"] == 0.5
+    assert metrics["experience/bucket_2"] == 4
+
+
 # grpo.normalize_rewards, use_leave_one_out_baseline
 
 
