@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,7 +165,8 @@ class CheckpointStore:
             yield
         except Exception:
             if self.comm.world_size == 1:
-                self.finish(wait=True)
+                with suppress(CheckpointError):  # the error of the step is the one to report
+                    self.finish(wait=True)
             raise
 
     @contextmanager

@@ -199,10 +199,11 @@ def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines. Default: cluster.num_nodes", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Machines. Default: cluster.num_nodes; 1 where that is null", show_default=False),
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Default: cluster.gpus_per_node", show_default=False)
+        int | None, typer.Option(min=1, help="Default: cluster.gpus_per_node; 8 where that is null", show_default=False)
     ] = None,
     partition: Annotated[str | None, typer.Option(show_default=False)] = None,
     account: Annotated[str | None, typer.Option(show_default=False)] = None,

@@ -134,10 +134,10 @@ METRICS: dict[str, Metric] = {
     "time/record_s": Metric("s", "recording groups into experience"),
     "time/step_s": Metric("s", "the whole step, without evaluation and checkpoints"),
     "time/save_s": Metric(
-        "s", "how long training stood still after the step to take a checkpoint, or to make one whole"
+        "s", "how long training stood still before the step to take a checkpoint, or to make one whole"
     ),
     "time/save_write_s": Metric(
-        "s", "writing the checkpoint that became whole after the step, in the background (async_save) or not"
+        "s", "writing the checkpoint that became whole before the step, in the background (async_save) or not"
     ),
     "validation/pass_rate_t1": Metric("share", "held-out pass rate of answers sampled at eval.temperature"),
     "validation/pass_rate_greedy": Metric("share", "held-out pass rate of greedy decoding"),

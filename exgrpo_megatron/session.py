@@ -100,8 +100,10 @@ class TrainingRun:
 
     def _after_step(self, metrics: MetricsLogger, stop: StopSignal) -> Callable[[StepResult], bool]:
         config = self.config
+        save_times: dict[str, float] = {}
 
         def after_step(result: StepResult) -> bool:
+            nonlocal save_times
             last = result.step == config.grpo.max_num_steps
             due = config.grpo.val_period and result.step % config.grpo.val_period == 0
             self.reporter.step_line(result.metrics)
@@ -110,6 +112,7 @@ class TrainingRun:
             compared = bool(self.gate and self.gate.due(result.step))
             values = {
                 **result.metrics,
+                **save_times,  # of the saving after the step before: one line a step, and written before it is saved
                 **(self._compare(result.step, [group.question for group in result.groups]) if compared else {}),
                 **(self._evaluate(result.step) if due or last else {}),
             }
@@ -118,8 +121,7 @@ class TrainingRun:
             if config.checkpointing.enabled:
                 leaving = last or stopping
                 save_due = leaving or result.step % config.checkpointing.save_period == 0
-                if times := self._save(values, due=save_due, leaving=leaving):
-                    metrics.write(result.step, times)
+                save_times = self._save(values, due=save_due, leaving=leaving)
             return not stopping
 
         return after_step

@@ -78,7 +78,11 @@ class GRPOConfig(Section):
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = key(8, "members of a group (K)", "answers")
     max_num_steps: PositiveInt = key(100, "training steps of the whole run", "steps")
     seed: Seed = key(42, "seed of every random draw of the run")
-    val_period: Count = key(10, "steps between evaluations on the validation set; 0: never", "steps")
+    val_period: Count = key(
+        10,
+        "steps between evaluations on the validation set, besides the one after the last step; 0: that alone",
+        "steps",
+    )
     val_at_start: bool = key(True, "evaluate before the first step")
     normalize_rewards: bool = key(False, "divide advantages by the group's (unbiased) standard deviation")
     use_leave_one_out_baseline: bool = key(False, "baseline of a member is the mean of the others in its group")

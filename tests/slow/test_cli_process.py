@@ -211,7 +211,8 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, h
     assert running.end() == 130, running.output
     assert "stopped at once" in running.output
     assert "Traceback" not in running.output
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_000001"]
+    names = {path.name for path in (folder / "checkpoints").iterdir()}  # the second may have been on its way
+    assert {name for name in names if not name.endswith(".incomplete")} == {"step_000001"}
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
