@@ -80,6 +80,7 @@ class TrainingRun:
             stack.callback(self.parts.verifier.close)
             stack.callback(self.parts.engine.close)
             first_step, until = self.trainer.last_step, self.config.grpo.max_num_steps
+            compared: dict[str, float] = {}
             metrics = stack.enter_context(self._open_metrics())
             if self.config.experience.stored_answer == "text":
                 self.reporter.note("experience.stored_answer = text: log-probs are padded with zeros, as released")
@@ -88,22 +89,24 @@ class TrainingRun:
                 metrics.write(0, {**self._compare(0, self.inputs.train.questions), **self._evaluate(0)})
             elif self.gate and first_step < until:
                 self.trainer.push_weights()
-                self._compare(first_step, self.inputs.train.questions)
+                compared = self._compare(first_step, self.inputs.train.questions)
             if first_step < until and not self._stopping(stop):
                 if self.comm.is_main:
                     self.folder.set_exported_step(None)
                 with self.store.kept():
-                    self.trainer.fit(until, self._after_step(metrics, stop))
+                    self.trainer.fit(until, self._after_step(metrics, stop, compared))
             finished = self.trainer.last_step >= until
             export = self._export() if finished and self.config.checkpointing.export_hf else None
         return RunOutcome(self.folder.path, self.trainer.last_step, first_step, finished, self.last_checkpoint, export)
 
-    def _after_step(self, metrics: MetricsLogger, stop: StopSignal) -> Callable[[StepResult], bool]:
+    def _after_step(
+        self, metrics: MetricsLogger, stop: StopSignal, before: dict[str, float]
+    ) -> Callable[[StepResult], bool]:
+        """`before`: measured before the next step, on whose line it is written: there is one a step."""
         config = self.config
-        save_times: dict[str, float] = {}
 
         def after_step(result: StepResult) -> bool:
-            nonlocal save_times
+            nonlocal before
             last = result.step == config.grpo.max_num_steps
             due = config.grpo.val_period and result.step % config.grpo.val_period == 0
             self.reporter.step_line(result.metrics)
@@ -112,16 +115,16 @@ class TrainingRun:
             compared = bool(self.gate and self.gate.due(result.step))
             values = {
                 **result.metrics,
-                **save_times,  # of the saving after the step before: one line a step, and written before it is saved
+                **before,
                 **(self._compare(result.step, [group.question for group in result.groups]) if compared else {}),
                 **(self._evaluate(result.step) if due or last else {}),
             }
             metrics.write(result.step, values)
-            stopping = self._stopping(stop)
+            stopping, before = self._stopping(stop), {}
             if config.checkpointing.enabled:
                 leaving = last or stopping
                 save_due = leaving or result.step % config.checkpointing.save_period == 0
-                save_times = self._save(values, due=save_due, leaving=leaving)
+                before = self._save(values, due=save_due, leaving=leaving)
             return not stopping
 
         return after_step

@@ -16,6 +16,12 @@ LAYOUTS = {
     "TP2, one engine on both ranks": (2, {"tensor_model_parallel_size": 2}, 2, ("llama", True)),
     "PP2, an engine on each rank": (2, {"pipeline_model_parallel_size": 2}, 1, ("qwen2", False)),
     "DP2, an engine on each rank": (2, {}, 1, ("qwen2", True)),
+    "TP2 x PP2, an engine on each two ranks": (
+        4,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        2,
+        ("qwen2", False),
+    ),
 }
 
 
@@ -25,4 +31,4 @@ def test_every_engine_agrees_with_the_actor_before_and_after_five_optimiser_step
 
     ranks, layout, engine_ranks, (family, tied) = LAYOUTS[name]
     folder = save_model(tmp_path / "model", family, tied=tied)
-    launch(SCRIPT, ranks, [str(folder), json.dumps(layout), str(engine_ranks)], timeout_s=300)
+    launch(SCRIPT, ranks, [str(folder), json.dumps(layout), str(engine_ranks)], timeout_s=600)
