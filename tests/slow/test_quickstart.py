@@ -1,15 +1,10 @@
 """The shipped quickstart learns, through the command a user types."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from quickstart_run import train_quickstart
 
 from exgrpo_megatron.metrics import read_metrics
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.slow
 
@@ -17,17 +12,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The quickstart's warm start and 40 of its steps; the run's folder and what was printed."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    command = [
-        sys.executable, "-c", "from exgrpo_megatron.cli import main; main()",
-        "train", str(ROOT / "recipes" / "quickstart.yaml"),
-        "grpo.max_num_steps=40", f"logger.log_dir={folder / 'run'}", f"sft.warm_start_dir={folder / 'warm'}",
-    ]  # fmt: skip
-    paths = ":".join(str(ROOT / name) for name in ("", "kernels", "conversion"))
-    environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "HOME": str(folder)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder / "run", done.stdout
+    return train_quickstart(tmp_path_factory.mktemp("quickstart"))
 
 
 @pytest.fixture(scope="module")
