@@ -7,6 +7,18 @@ that neither gains by leaving out prompts or padding: forward (SDPA attention), 
 entropy of every token (reported, not trained), backward, norm, clipping to 1, AdamW. The weights after the first step
 are compared. Steps of the two sides alternate; each side's figure is its fastest step, the one that others disturbed
 least. `--profile` prints where the actor's time goes instead.
+
+Three runs on a quiet machine of 2 cores, torch 2.13.0, megatron-core 0.16.1:
+
+     1M   actor 225 to 229 ms, transformers 205 to 207 ms, ratio 1.09 to 1.11
+    10M   actor 1771 to 1785 ms, transformers 1696 to 1732 ms, ratio 1.03 to 1.04
+
+What the 20 ms of the small model are made of, timed piece by piece: Megatron keeps gate and up in one matrix, whose
+halves are strided for SiLU and put together again in the backward pass (4 ms); it cuts queries, keys and values from
+one product and copies them in RoPE (2 to 4 ms); log-prob and entropy are computed again in the backward pass rather than
+kept (2.5 ms, and no second [tokens, vocabulary] tensor); the rest is attention's change of layout, float32 gradient
+buffers, Megatron's schedule and the report of every token. All but the log-probs is Megatron-Core's own layer, which
+fused kernels replace on GPUs. AdamW and the norm cost the same on both sides.
 """
 
 from __future__ import annotations
