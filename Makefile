@@ -48,7 +48,7 @@ test-slow: setup  ## the slow tests: learning, real model, several processes
 	$(PYTEST) -m "slow and not vllm" -n $(TEST_WORKERS) --dist loadfile
 
 test-vllm: setup-vllm  ## the tests of rollouts by vLLM
-	$(PYTEST) tests/vllm
+	$(PYTEST) tests/vllm -n $(TEST_WORKERS) --dist loadfile
 
 check: setup  ## lint, format, types, import layers
 	$(BIN)/ruff check
