@@ -16,8 +16,8 @@ Three runs on a quiet machine of 2 cores, torch 2.13.0, megatron-core 0.16.1:
 What the 20 ms of the small model are made of, timed piece by piece: Megatron keeps gate and up in one matrix, whose
 halves are strided for SiLU and put together again in the backward pass (4 ms); it cuts queries, keys and values from
 one product and copies them in RoPE (2 to 4 ms); log-prob and entropy are computed again in the backward pass rather
-than kept (2.5 ms, and no second [tokens, vocabulary] tensor); the rest is attention's change of layout, gradient buffers,
-Megatron's schedule and the report of every token. All but the log-probs is Megatron-Core's own layer, which
+than kept (2.5 ms, and no second [tokens, vocabulary] tensor); the rest is attention's change of layout, gradient
+buffers, Megatron's schedule and the report of every token. All but the log-probs is Megatron-Core's own layer, which
 fused kernels replace on GPUs. AdamW and the norm cost the same on both sides.
 """
 
