@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,13 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         if isinstance(before, dict) and isinstance(after, dict):
             lines += changed_keys(before, after, f"{prefix}{name}.")
         elif before != after:
-            lines.append(f"{prefix}{name}: {before} -> {after}")
+            lines.append(f"{prefix}{name}: {_as_yaml(before)} -> {_as_yaml(after)}")
     return lines
+
+
+def _as_yaml(value: Any) -> str:
+    """As it stands in a recipe: null, true, 0.5, a text without quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str, str]]:
