@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from exgrpo_megatron.errors import UserError
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 @runtime_checkable
@@ -83,6 +84,11 @@ class SingleProcess:
 def all_gather_concat(comm: Communicator, values: list[T]) -> list[T]:
     """Concatenation, in rank order, of every data-parallel rank's list."""
     return [value for part in comm.all_gather(values) for value in part]
+
+
+def all_gather_union(comm: Communicator, mine: dict[K, T]) -> dict[K, T]:
+    """The entries of every data-parallel rank's dictionary; ranks must not share a key."""
+    return {key: value for part in comm.all_gather(mine) for key, value in part.items()}
 
 
 def gather_everyone(comm: Communicator, value: T) -> list[T]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from exgrpo_megatron.comm import Communicator, together
+from exgrpo_megatron.comm import Communicator, all_gather_union, together
 from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.experience.answers import AnswerStore
@@ -106,13 +106,13 @@ class ExperienceBuffer:
     def token_ids(self, question_ids: Sequence[str]) -> list[list[TokenIds]]:
         """Of each question the token ids of its answers, oldest first, without their log-probs; collective."""
         mine = {name: [answer.token_ids for answer in self._own.get(name)] for name in question_ids if self._owns(name)}
-        found = {name: ids for part in self._comm.all_gather(mine) for name, ids in part.items()}
+        found = all_gather_union(self._comm, mine)
         return [found[name] for name in question_ids]
 
     def fetch(self, chosen: Sequence[tuple[str, int]]) -> list[StoredAnswer]:
         """The answers named by (question id, index among its answers, oldest first); collective."""
         mine = {(name, i): self._own.get(name)[i] for name, i in chosen if self._owns(name)}
-        found = {key: answer for part in self._comm.all_gather(mine) for key, answer in part.items()}
+        found = all_gather_union(self._comm, mine)
         return [found[key] for key in chosen]
 
     def answers(self, question_id: str) -> tuple[StoredAnswer, ...]:
@@ -145,7 +145,7 @@ class ExperienceBuffer:
                 raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._group_size}")
         changes, report = changes_of(groups, self._retired, step=step, collect=collect, truncated=truncated)
         mine = {number: self._keep(change) for number, change in enumerate(changes) if self._owns(change.question_id)}
-        kept = {number: some for part in self._comm.all_gather(mine) for number, some in part.items()}
+        kept = all_gather_union(self._comm, mine)
         for number, change in enumerate(changes):
             self._apply(change, kept[number], report)
         return report
@@ -216,7 +216,7 @@ class ExperienceBuffer:
             for name, answers in theirs.items()
             if name not in self._retired
         }
-        kept = {name: some for part in self._comm.all_gather(mine) for name, some in part.items()}
+        kept = all_gather_union(self._comm, mine)
         report = MergeReport()
         for question in listings:
             self._list(question, kept.get(question.question_id), report)
