@@ -78,14 +78,10 @@ class DataParallel:
         self._group = mpu.get_data_parallel_group_gloo()
         self._world: Any = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
         self._machine = socket.gethostname()
-        self._processes = self._everywhere((self._machine, os.getpid()))
+        self._processes = _gather((self._machine, os.getpid()), self._world)
 
     def all_gather(self, value: T) -> list[T]:
-        gathered: list[Any] = [value]
-        if self.size > 1:
-            gathered = [None] * self.size
-            dist.all_gather_object(gathered, value, group=self._group)
-        return self.agreed(gathered)
+        return self.agreed(_gather(value, self._group))
 
     def agreed(self, value: T) -> T:
         # Megatron's model-parallel group is tensor and pipeline ranks. First the context-parallel ranks of each of
@@ -95,11 +91,11 @@ class DataParallel:
         return value
 
     def gather_members(self, value: T) -> list[T]:
-        parts = _gather([value], mpu.get_context_parallel_group())
-        return _flat(_gather(_flat(parts), mpu.get_model_parallel_group()))
+        parts = _gather(_gather(value, mpu.get_context_parallel_group()), mpu.get_model_parallel_group())
+        return [value for part in parts for value in part]
 
     def anywhere(self, flag: bool) -> bool:
-        return any(self._everywhere(flag))
+        return any(_gather(flag, self._world))
 
     def broadcast(self, value: T) -> T:
         return _broadcast(value, 0, self._world)
@@ -126,13 +122,6 @@ class DataParallel:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _everywhere(self, value: T) -> list[T]:
-        """The value of every process, by global rank."""
-        values: list[Any] = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self._world)
-        return values
-
 
 def from_last_stage(value: T) -> T:
     """On all ranks that share the model, the value of the last pipeline stage (of its first tensor-parallel rank).
@@ -158,17 +147,13 @@ def lost_rank(error: BaseException) -> bool:
     return False
 
 
-def _gather(values: list[T], group: dist.ProcessGroup) -> list[list[T]]:
-    """The lists of all ranks of the group."""
-    gathered: list[Any] = [values]
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The value of every rank of the group (None: of all processes), in its order."""
+    gathered: list[Any] = [value]
     if dist.get_world_size(group) > 1:
         gathered = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, values, group=group)
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
-
-
-def _flat(lists: list[list[T]]) -> list[T]:
-    return [value for values in lists for value in values]
 
 
 def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
