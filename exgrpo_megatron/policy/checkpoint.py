@@ -69,15 +69,8 @@ class PolicySave:
         Raises:
             CheckpointError: on every rank, where it cannot be written.
         """
-        fault: list[str | None] = [None]
-        try:
-            with _as_checkpoint_error(self._what, _ROOM):
-                self._files.finish()
-        except CheckpointError as error:
-            fault = [str(error)]
-        dist.broadcast_object_list(fault, src=0)
-        if fault[0] is not None:
-            raise CheckpointError(fault[0])
+        with _rank_0_decides(), _as_checkpoint_error(self._what, _ROOM):
+            self._files.finish()
 
     @property
     def _what(self) -> str:
@@ -231,15 +224,24 @@ def _set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _make_empty(folder: Path) -> None:
-    """Make the folder on rank 0; every rank gets the error, so that none waits for one that has given up."""
+    """Make the folder on rank 0; every rank gets the error."""
+    with _rank_0_decides():
+        if dist.get_rank() == 0:
+            with _as_checkpoint_error(f"cannot make the checkpoint folder {folder}", _ROOM):
+                folder.mkdir(parents=True, exist_ok=True)
+                occupied = any(folder.iterdir())
+            if occupied:
+                raise CheckpointError(f"{folder} is not empty: checkpoints are never written over one another")
+
+
+@contextmanager
+def _rank_0_decides() -> Iterator[None]:
+    """A CheckpointError on rank 0 is raised on every rank, so that none waits for one that has given up."""
     fault: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                fault = [f"{folder} is not empty: checkpoints are never written over one another"]
-        except OSError as error:
-            fault = [f"cannot make the checkpoint folder {folder}: {error}; check free space and permissions"]
+    try:
+        yield
+    except CheckpointError as error:
+        fault = [str(error)]
     dist.broadcast_object_list(fault, src=0)
     if fault[0] is not None:
         raise CheckpointError(fault[0])
