@@ -194,15 +194,16 @@ class CheckpointStore:
             raise CheckpointError(f"{checkpoint / changed[0]} {what}: {_damaged(checkpoint)}")
 
     def _digests(self, folder: Path) -> dict[str, str]:
-        """SHA-256 by file, the same on every rank; each rank reads its share."""
+        """SHA-256 by file, the same on every process; each reads its share."""
+        comm = self.comm
         with together(self.comm):
             try:
                 files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS_FILE)
-                own = files[self.comm.rank :: self.comm.size]
+                own = files[comm.rank * comm.members + comm.member :: comm.world_size]
                 mine = {str(path.relative_to(folder)): _digest(path) for path in own}
             except OSError as error:
                 raise CheckpointError(f"{error.filename or folder}: {_damaged(folder)} ({error})") from None
-        return {name: digest for share in self.comm.all_gather(mine) for name, digest in share.items()}
+        return {name: digest for share in gather_everyone(comm, mine) for name, digest in share.items()}
 
     def _not_saved(self, step: int, error: Exception) -> CheckpointError:
         before = self.latest()
