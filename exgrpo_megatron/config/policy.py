@@ -81,6 +81,11 @@ class PolicyConfig(Section):
         """The section in force that counts positions; None: micro-batches are so many sequences."""
         return next((section for section in (self.dynamic_batching, self.sequence_packing) if section.enabled), None)
 
+    @property
+    def token_budget_name(self) -> str:
+        """The name of that section, where one is in force."""
+        return "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+
     def mb_sequences(self, *, train: bool) -> int:
         """Sequences of a micro-batch, where no token budget is in force."""
         return (self.train_micro_batch_size or 64) if train else (self.logprob_batch_size or 128)
@@ -112,7 +117,7 @@ class PolicyConfig(Section):
                 "dynamic_batching.enabled = true and sequence_packing.enabled = true: a micro-batch is padded or "
                 "packed; leave one of them false"
             )
-        name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+        name = self.token_budget_name
         for limit in ("train_micro_batch_size", "logprob_batch_size"):
             if self.token_budget is not None and getattr(self, limit) is not None:
                 raise ValueError(
@@ -125,7 +130,7 @@ class PolicyConfig(Section):
     @model_validator(mode="after")
     def _longest_sequence_fits(self) -> PolicyConfig:
         section = self.token_budget
-        name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+        name = self.token_budget_name
         for limit in ("train_mb_tokens", "logprob_mb_tokens"):
             budget = getattr(section, limit, None)
             if budget is not None and budget < self.longest_row:

@@ -166,9 +166,8 @@ def _micro_batch_key(policy: PolicyConfig, *, train: bool) -> str:
     if policy.token_budget is None:
         name = "train_micro_batch_size" if train else "logprob_batch_size"
         return f"policy.{name} ({policy.mb_sequences(train=train)})"
-    section = "sequence_packing" if policy.sequence_packing.enabled else "dynamic_batching"
     name = "train_mb_tokens" if train else "logprob_mb_tokens"
-    return f"policy.{section}.{name} ({policy.mb_tokens(train=train)})"
+    return f"policy.{policy.token_budget_name}.{name} ({policy.mb_tokens(train=train)})"
 
 
 def _tokens(
