@@ -30,7 +30,7 @@ def read_common(path: Path) -> dict[str, Any]:
     """
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        stand_ins = [(Namespace if name == "argparse.Namespace" else _stand_in(), name) for name in named]
+        stand_ins: list[Any] = [(Namespace if name == "argparse.Namespace" else _stand_in(), name) for name in named]
         with torch.serialization.safe_globals(stand_ins):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:

@@ -41,12 +41,14 @@ def bridge_claims(folder: Path) -> Claims:
 
 
 def nemo_claims(context: Path) -> Claims:
-    """The settings of the model in the context of a NeMo 2 folder: what was given, without the defaults of its class."""
+    """The model's settings in the context of a NeMo 2 folder: what was given, without the defaults of its class."""
     for name in NEMO_FILES:
         path = context / name
         if path.exists():
             content = _read_yaml(path) if name.endswith(".yaml") else _leaves(read_json(path))
-            settings = next((found for found in _mappings(content) if {"num_layers", "hidden_size"} <= found.keys()), {})
+            settings = next(
+                (found for found in _mappings(content) if {"num_layers", "hidden_size"} <= found.keys()), {}
+            )
             return Claims(str(path), settings)
     return Claims(str(context), {})
 

@@ -57,9 +57,7 @@ class MegatronSource(Source):
 
     def infos(self) -> dict[str, TensorInfo]:
         parameters = self._files.parameters()
-        return {
-            name: TensorInfo(self._shapes[name], parameters[owner].dtype) for name, owner in self._owner.items()
-        }
+        return {name: TensorInfo(self._shapes[name], parameters[owner].dtype) for name, owner in self._owner.items()}
 
     def read(self, name: str) -> Tensor:
         if name not in self._owner:
@@ -122,4 +120,3 @@ class MegatronSource(Source):
                 "says that they are tied"
             )
         return True
-
