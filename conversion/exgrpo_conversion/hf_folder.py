@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.mapping import manifest
 
 __all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "write_hf_folder"]
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class HFReader:
@@ -52,9 +54,21 @@ class HFReader:
         """Every tensor name found, sorted."""
         return sorted(self._file_of)
 
+    def names_in_file_order(self) -> list[str]:
+        """Every tensor name, file by file and in each as the data lie, so that reading never goes back."""
+        return [name for shard in self._shards.values() for name in shard.offset_keys()]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading its data."""
         return tuple(self._shard_of(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, without reading its data; raises ModelFolderError unless it is a float of 16 bits
+        or more."""
+        stored = self._shard_of(name).get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ModelFolderError(f"{self.folder}: tensor {name} is {stored}, supported are {', '.join(_DTYPES)}")
+        return _DTYPES[stored]
 
     def get(self, name: str) -> Tensor:
         """One whole tensor on the CPU, in the dtype of the file."""
@@ -69,17 +83,7 @@ class HFReader:
         Raises:
             ModelFolderError: one message with all missing, unexpected and misshapen tensors.
         """
-        missing = [name for name in expected if name not in self._file_of]
-        unexpected = [name for name in self.names() if name not in expected and not self._is_leftover(name, expected)]
-        misshapen = [
-            f"{name} {self.shape(name)} instead of {shape}"
-            for name, shape in expected.items()
-            if name in self._file_of and self.shape(name) != shape
-        ]
-        faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
-        text = "; ".join(f"{len(found)} {kind}: {_shortened(found)}" for kind, found in faults.items() if found)
-        if text:
-            raise ModelFolderError(f"the tensors in {self.folder} do not fit its {CONFIG_FILE}: {text}")
+        check_tensors(self.folder, {name: self.shape(name) for name in self.names()}, self.get, expected)
 
     def close(self) -> None:
         """Unmap the files; tensors already returned stay valid."""
@@ -97,16 +101,40 @@ class HFReader:
             raise ModelFolderError(f"{self.folder} has no tensor {name}")
         return self._shards[self._file_of[name]]
 
-    def _is_leftover(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
-        if name.endswith(".rotary_emb.inv_freq"):
-            return True
-        embedding = "model.embed_tokens.weight"
-        return (
-            name == "lm_head.weight"
-            and embedding in expected
-            and embedding in self._file_of
-            and torch.equal(self.get(name), self.get(embedding))
-        )
+
+def check_tensors(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    get: Callable[[str], Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+) -> None:
+    """`HFReader.check` for the tensors of any kind of file; `get` reads one, where its values decide."""
+    missing = [name for name in expected if name not in shapes]
+    unexpected = [name for name in shapes if name not in expected and not _is_leftover(name, shapes, get, expected)]
+    misshapen = [
+        f"{name} {shapes[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    text = "; ".join(f"{len(found)} {kind}: {_shortened(found)}" for kind, found in faults.items() if found)
+    if text:
+        raise ModelFolderError(f"the tensors in {folder} do not fit its {CONFIG_FILE}: {text}")
+
+
+def index_of(path: Path) -> dict[str, str]:
+    """The weight_map of an index file: tensor name -> file name, all in the folder itself.
+
+    Raises:
+        ModelFolderError: there is no such file, or it is no such index.
+    """
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ModelFolderError(f"{path} has no weight_map")
+    for name, file in index.items():
+        if not isinstance(file, str) or file != Path(file).name or file == "..":
+            raise ModelFolderError(f"{path} places {name} in {file!r}: only files in the folder itself")
+    return index
 
 
 def write_hf_folder(
@@ -177,13 +205,25 @@ def _shard_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         raise ModelFolderError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors weights can be read"
         )
-    index = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(index, dict) or not index:
-        raise ModelFolderError(f"{folder / INDEX_FILE} has no weight_map")
-    for name, file in index.items():
-        if not isinstance(file, str) or file != Path(file).name or file == "..":
-            raise ModelFolderError(f"{folder / INDEX_FILE} places {name} in {file!r}: only files in the folder itself")
+    index = index_of(folder / INDEX_FILE)
     return sorted(set(index.values())), index
+
+
+def _is_leftover(
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    get: Callable[[str], Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+) -> bool:
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    embedding = "model.embed_tokens.weight"
+    return (
+        name == "lm_head.weight"
+        and embedding in expected
+        and embedding in shapes
+        and torch.equal(get(name), get(embedding))
+    )
 
 
 def _open_shard(path: Path) -> Any:
