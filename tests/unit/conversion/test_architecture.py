@@ -86,7 +86,7 @@ def test_a_qwen25_config_is_read_key_by_key():
         ("qwen2", "qwen2", True, False),
         ("qwen3", "qwen3", False, True),
         ("llama", "llama", False, False),
-        ("mistral", "llama", False, False),
+        ("mistral", "mistral", False, False),
     ],
 )
 def test_the_model_type_decides_biases_and_norms(model_type: str, family: str, qkv_bias: bool, qk_norm: bool):
