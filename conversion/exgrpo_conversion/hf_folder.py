@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exgrpo_conversion._aside import swap_in, temporary_sibling
 from exgrpo_conversion._mapped import as_values, map_part
 from exgrpo_conversion._safetensors import Entry, read_header
 from exgrpo_conversion._shards import INDEX_FILE, SINGLE_FILE, ShardWriter, sync
@@ -173,18 +170,18 @@ def write_hf_folder(
     if Architecture.from_hf_config(config) != arch:
         raise ModelFolderError(f"{source_dir / CONFIG_FILE} describes another architecture than the weights have")
     _refuse_bad_destination(dst, source_dir)
-    with _temporary_sibling(dst) as folder:
+    with temporary_sibling(dst) as folder:
         with closing(ShardWriter(folder, manifest(arch), dtype, max_shard_bytes)) as writer:
             for name, tensor in weights:
                 writer.add(name, tensor)
             written_dtype = writer.finish()
-        _copy_side_files(source_dir, folder)
-        _write_json(folder / CONFIG_FILE, _with_dtype(config, written_dtype))
+        copy_side_files(source_dir, folder)
+        write_config(folder, config, written_dtype)
         for path in folder.iterdir():
             sync(path)
         sync(folder)
         files = sorted(path.name for path in folder.iterdir())
-        _swap_in(folder, dst)
+        swap_in(folder, dst)
     return files
 
 
@@ -245,46 +242,18 @@ def _refuse_bad_destination(dst: Path, source_dir: Path) -> None:
         raise ModelFolderError(f"{dst} is not empty and no model folder ({CONFIG_FILE} is missing): choose another")
 
 
-@contextmanager
-def _temporary_sibling(dst: Path) -> Iterator[Path]:
-    """An empty folder beside `dst`, on the same file system; removed at the end unless it was renamed.
-
-    Those of processes that were killed are removed too: a living one keeps a lock on its own.
-    """
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    for abandoned in dst.parent.glob(f".{glob.escape(dst.name)}.{'[0-9a-f]' * 8}.partial"):
-        with suppress(OSError), _locked(abandoned):
-            shutil.rmtree(abandoned, ignore_errors=True)
-    folder = _hidden_sibling(dst, "partial")
-    folder.mkdir()
-    try:
-        with _locked(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; raises OSError where another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _hidden_sibling(dst: Path, kind: str) -> Path:
-    return dst.parent / f".{dst.name}.{uuid.uuid4().hex[:8]}.{kind}"
-
-
-def _copy_side_files(source_dir: Path, folder: Path) -> None:
+def copy_side_files(source_dir: Path, folder: Path) -> None:
+    """Copy tokenizer, chat template and generation settings, as far as there are any."""
     for pattern in _SIDE_FILES:
         for path in source_dir.glob(pattern):
             if path.is_file():
                 file_inside(source_dir, path.name)  # a link could bring any file of this machine into the export
                 shutil.copyfile(path, folder / path.name)
+
+
+def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write config.json with the dtype of the weights."""
+    _write_json(folder / CONFIG_FILE, _with_dtype(config, dtype))
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -295,19 +264,3 @@ def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _swap_in(folder: Path, dst: Path) -> None:
-    """Rename the finished folder to `dst`; what stood there is moved aside first and deleted last."""
-    old = _hidden_sibling(dst, "replaced") if dst.exists() else None
-    if old is not None:
-        os.rename(dst, old)
-    try:
-        os.rename(folder, dst)
-    except OSError:
-        if old is not None:
-            os.rename(old, dst)
-        raise
-    sync(dst.parent)
-    if old is not None:
-        shutil.rmtree(old)

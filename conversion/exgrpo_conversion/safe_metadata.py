@@ -96,6 +96,11 @@ _ADMITTED = frozenset(
             )
         ),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
+        # What each rank wrote, which Megatron-Core leaves in the file; not used.
+        *(
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        ),
         "torch.Size",
         "torch.serialization._get_layout",
         "collections.OrderedDict",
