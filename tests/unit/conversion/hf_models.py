@@ -21,7 +21,7 @@ CLASSES = {
 FAMILIES = sorted(CLASSES)
 
 
-def tiny_model(family: str, tied: bool) -> PreTrainedModel:
+def tiny_model(family: str, tied: bool, **sizes_instead: int) -> PreTrainedModel:
     """Random weights, biases and norms included; head_dim differs from hidden / heads where the family allows it."""
     config_class, model_class = CLASSES[family]
     sizes = {
@@ -37,7 +37,7 @@ def tiny_model(family: str, tied: bool) -> PreTrainedModel:
     if family == "qwen3":
         sizes["head_dim"] = 6
     torch.manual_seed(0)
-    model = model_class(config_class(**sizes))
+    model = model_class(config_class(**sizes | sizes_instead))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
