@@ -21,7 +21,7 @@ from exgrpo_conversion.config_file import CONFIG_FILE, read_config, read_json
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.mapping import manifest
 
-__all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "write_hf_folder"]
+__all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "sync", "write_hf_folder"]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -143,14 +143,15 @@ def write_hf_folder(
     *,
     arch: Architecture,
     source_dir: str | Path,
+    tokenizer_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> list[str]:
     """Stream weights into a complete Hugging Face folder at `dst`; on any failure `dst` is as it was before.
 
-    Tokenizer, chat template and generation settings are copied from `source_dir`, and its config.json with the dtype
-    of the new weights. An existing model folder at `dst` is replaced after everything is on disk. Peak memory is one
-    shard (`max_shard_bytes`) and one tensor.
+    Tokenizer and chat template are copied from `tokenizer_dir` (None: `source_dir`), generation settings from
+    `source_dir`, and its config.json with the dtype of the new weights. An existing model folder at `dst` is replaced
+    after everything is on disk. Peak memory is one shard (`max_shard_bytes`) and one tensor.
 
     Args:
         weights: Hugging Face names and tensors, each name of the manifest once, in any order, on any device.
@@ -174,7 +175,8 @@ def write_hf_folder(
         for name, tensor in weights:
             writer.add(name, tensor)
         written_dtype = writer.finish()
-        _copy_side_files(source_dir, folder)
+        _copy(_SETTINGS, source_dir, folder)
+        _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
         _write_json(folder / CONFIG_FILE, _with_dtype(config, written_dtype))
         for path in folder.iterdir():
             sync(path)
@@ -184,8 +186,9 @@ def write_hf_folder(
     return files
 
 
-# What goes with the weights; copied where the source has it.
-_SIDE_FILES = (
+# What goes with the weights; copied where it is there.
+_SETTINGS = ("generation_config.json",)
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -193,7 +196,6 @@ _SIDE_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
 )
 
 
@@ -269,9 +271,9 @@ def _hidden_sibling(dst: Path, kind: str) -> Path:
     return dst.parent / f".{dst.name}.{uuid.uuid4().hex[:8]}.{kind}"
 
 
-def _copy_side_files(source_dir: Path, folder: Path) -> None:
-    for pattern in _SIDE_FILES:
-        for path in source_dir.glob(pattern):
+def _copy(patterns: tuple[str, ...], source: Path, folder: Path) -> None:
+    for pattern in patterns:
+        for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
 
