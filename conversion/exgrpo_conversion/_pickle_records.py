@@ -14,6 +14,9 @@ from typing import Any
 
 from exgrpo_conversion.errors import ModelFolderError
 
+PERSISTENT = "persistent id"
+"""Name of the record of something that lies outside the pickle, such as the bytes of a tensor."""
+
 
 @dataclass(eq=False)
 class Global:
@@ -136,7 +139,7 @@ def _small_tuple(size: int) -> Callable[[_Machine, Any], None]:
 
 
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, argument: None),
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda _machine, _argument: None),
     **dict.fromkeys(
         ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"), _push(lambda it: it)
     ),
@@ -158,6 +161,7 @@ _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "LONG_BINGET": lambda machine, index: machine.stack.append(machine.memo[index]),
     "GLOBAL": lambda machine, name: machine.push_global(name.replace(" ", ".")),
     "STACK_GLOBAL": _stack_global,
+    "BINPERSID": lambda machine, _: machine.stack.append(Record(PERSISTENT, machine.pop(tuple))),
     "REDUCE": lambda machine, _: machine.make(),
     "NEWOBJ": lambda machine, _: machine.make(),
     "BUILD": lambda machine, _: machine.build(),

@@ -86,9 +86,7 @@ class ShardWriter:
             self._dtype = tensor.dtype
         if tensor.dtype != self._dtype:
             raise ModelFolderError(f"tensor {name} is {tensor.dtype}, others are {self._dtype}: ask for one dtype")
-        # Extremes carry NaN and infinity along; isfinite would need several temporaries of the size of the tensor.
-        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
-            raise ModelFolderError(f"tensor {name} has NaN or infinite values as {tensor.dtype}")
+        check_finite(name, tensor)
 
     def _unnamed(self, number: int) -> Path:
         """Where a shard waits until the number of shards, which is part of every name, is known."""
@@ -104,6 +102,13 @@ class ShardWriter:
         weight_map = {name: file for file, names in zip(files, self._shard_names, strict=True) for name in names}
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise ModelFolderError for a tensor with NaN or infinity in it."""
+    # Extremes carry both along; isfinite would need several temporaries of the size of the tensor.
+    if not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        raise ModelFolderError(f"tensor {name} has NaN or infinite values as {tensor.dtype}")
 
 
 def sync(path: Path) -> None:

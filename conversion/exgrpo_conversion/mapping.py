@@ -152,7 +152,7 @@ def pad_vocab(weight: Float[Tensor, "vocab hidden"], rows: int) -> Float[Tensor,
 
 
 # Transformer Engine fuses a norm into the linear layer behind it and names it there.
-_LOCAL_SPEC_NAME = {
+LOCAL_SPEC_NAME = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -197,7 +197,7 @@ def _parse(megatron_name: str) -> tuple[int | None, str]:
     match = _LAYER_NAME.fullmatch(megatron_name)
     if not match:
         return None, megatron_name
-    return int(match[1]), _LOCAL_SPEC_NAME.get(match[2], match[2])
+    return int(match[1]), LOCAL_SPEC_NAME.get(match[2], match[2])
 
 
 def _sizes(arch: Architecture) -> dict[str, int]:

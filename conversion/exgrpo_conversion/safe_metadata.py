@@ -25,7 +25,7 @@ MAX_METADATA_BYTES = 2**29
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """One piece of a tensor: where it lies in the whole, and the bytes of a file that hold it as `torch.save` wrote it."""
+    """One piece of a tensor: its place in the whole, and the bytes of a file that hold it as `torch.save` wrote it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -96,6 +96,11 @@ _ADMITTED = frozenset(
             )
         ),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
+        # What each rank wrote, which Megatron-Core leaves in the file; not used.
+        *(
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        ),
         "torch.Size",
         "torch.serialization._get_layout",
         "collections.OrderedDict",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from exgrpo_conversion.errors import ModelFolderError
-from exgrpo_conversion.safe_metadata import read_metadata
+from exgrpo_conversion.safe_metadata import StoredChunk, StoredTensor, read_metadata
+from exgrpo_conversion.stored_tensors import TensorFiles
 
 NORM, WEIGHT = "decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc2.weight"
 
@@ -167,3 +171,107 @@ def test_a_crafted_pickle_is_one_clear_error(pickled: bytes, message: str, tmp_p
     (tmp_path / ".metadata").write_bytes(pickled)
     with pytest.raises(ModelFolderError, match=message):
         read_metadata(tmp_path)
+
+
+# ---------------------------------------------------------------- the tensors themselves
+
+
+def rewrite_zip(path: Path, change: Callable[[zipfile.ZipInfo, bytes], tuple[int, bytes]]) -> bytes:
+    """The one tensor in a file, saved again with each record's compression and bytes changed."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(out, "w") as made:
+        for info in archive.infolist():
+            compression, content = change(info, archive.read(info))
+            made.writestr(info.filename, content, compression)
+    return out.getvalue()
+
+
+def saved(tensor: torch.Tensor, folder: Path) -> StoredTensor:
+    path = folder / "one.distcp"
+    torch.save(tensor, path)
+    chunk = StoredChunk((0,) * tensor.dim(), tuple(tensor.shape), path, 0, path.stat().st_size)
+    return StoredTensor(tensor.dtype, tuple(tensor.shape), (chunk,))
+
+
+def with_content(stored: StoredTensor, content: bytes) -> StoredTensor:
+    (chunk,) = stored.chunks
+    chunk.file.write_bytes(content)
+    return dataclasses.replace(stored, chunks=(dataclasses.replace(chunk, length=len(content)),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("make", [lambda it: it, torch.Tensor.t, lambda it: it[1:, ::2], lambda it: it[0, 0]])
+def test_a_tensor_is_read_as_torch_saved_it(make: Callable[..., torch.Tensor], dtype: torch.dtype, tmp_path: Path):
+    tensor = make(torch.arange(15).view(3, 5).to(dtype))
+    with TensorFiles() as files:
+        assert torch.equal(files.read(saved(tensor, tmp_path)), tensor)
+
+
+def test_layers_and_pieces_are_put_together_as_torch_does(tmp_path: Path):
+    whole = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+    chunks = []
+    for layers, columns in ((slice(0, 1), 2), (slice(1, 3), 2), (slice(0, 1), 4), (slice(1, 3), 4)):
+        part = whole[layers, :, columns - 2 : columns] if columns == 2 else whole[layers, :, 2:]
+        path = tmp_path / f"{len(chunks)}.distcp"
+        torch.save(part.clone(), path)
+        start = 3  # where a tensor begins is not aligned
+        path.write_bytes(b"..." + path.read_bytes())
+        offsets = (layers.start, 0, columns - 2)
+        chunks.append(StoredChunk(offsets, tuple(part.shape), path, start, path.stat().st_size - start))
+    stored = StoredTensor(torch.float32, (3, 4, 6), tuple(chunks))
+    with TensorFiles() as files:
+        assert torch.equal(files.read(stored), whole)
+        assert all(torch.equal(files.read(stored, layer), whole[layer]) for layer in range(3))
+
+
+TENSOR_FAULTS: dict[str, tuple[Callable[[zipfile.ZipInfo, bytes], tuple[int, bytes]], str]] = {
+    "compressed": (lambda info, content: (zipfile.ZIP_DEFLATED, content), "are compressed"),
+    "cut off": (
+        lambda info, content: (0, content[:-4] if info.filename.endswith("data/0") else content),
+        "with all its values",
+    ),
+    "code": (
+        lambda info, content: (0, pickle.dumps(_Runs(Path("ran"))) if info.filename.endswith(".pkl") else content),
+        r"asks for posix\.system",
+    ),
+    "no tensor": (
+        lambda info, content: (0, pickle.dumps({"a": 1}) if info.filename.endswith(".pkl") else content),
+        "no tensor",
+    ),
+    "a huge shape": (
+        lambda info, content: (0, content.replace(b"K\x03K\x05\x86", b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86")),
+        "with all its values",
+    ),
+    "a huge stride": (
+        lambda info, content: (0, content.replace(b"K\x05K\x01\x86", b"J\xff\xff\xff\x7fK\x01\x86")),
+        "with all its values",
+    ),
+    "big-endian": (
+        lambda info, content: (0, b"big" if info.filename.endswith("byteorder") else content),
+        "no little-endian tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+def test_a_damaged_or_crafted_tensor_is_named_by_its_file(fault: str, tmp_path: Path):
+    change, message = TENSOR_FAULTS[fault]
+    stored = saved(torch.arange(15.0).view(3, 5), tmp_path)
+    content = rewrite_zip(stored.chunks[0].file, change)
+    with TensorFiles() as files, pytest.raises(ModelFolderError, match=message) as caught:
+        files.read(with_content(stored, content))
+    assert "one.distcp" in str(caught.value)
+
+
+def test_a_tensor_of_another_dtype_is_refused(tmp_path: Path):
+    stored = dataclasses.replace(saved(torch.zeros(4), tmp_path), dtype=torch.int32)
+    with TensorFiles() as files, pytest.raises(ModelFolderError, match=r"another dtype than torch\.int32"):
+        files.read(stored)
+
+
+def test_bytes_that_are_no_archive_are_refused(tmp_path: Path):
+    stored = saved(torch.zeros(4), tmp_path)
+    content = stored.chunks[0].file.read_bytes()
+    for damaged in (b"x" * len(content), content[: len(content) // 2], content[::-1]):
+        with TensorFiles() as files, pytest.raises(ModelFolderError, match="hold no whole tensor"):
+            files.read(with_content(stored, damaged))
