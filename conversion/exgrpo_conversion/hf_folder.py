@@ -22,7 +22,7 @@ from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.file_checks import file_inside
 from exgrpo_conversion.mapping import manifest
 
-__all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "write_hf_folder"]
+__all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "sync", "write_hf_folder"]
 
 
 class HFReader:
@@ -144,14 +144,15 @@ def write_hf_folder(
     *,
     arch: Architecture,
     source_dir: str | Path,
+    tokenizer_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> list[str]:
     """Stream weights into a complete Hugging Face folder at `dst`; on any failure `dst` is as it was before.
 
-    Tokenizer, chat template and generation settings are copied from `source_dir`, and its config.json with the dtype
-    of the new weights. An existing model folder at `dst` is replaced after everything is on disk. Each tensor is
-    written when it comes, and none is held.
+    Tokenizer and chat template are copied from `tokenizer_dir` (None: `source_dir`), generation settings from
+    `source_dir`, and its config.json with the dtype of the new weights. An existing model folder at `dst` is replaced
+    after everything is on disk. Each tensor is written when it comes, and none is held.
 
     Args:
         weights: Hugging Face names and tensors, each name of the manifest once, in any order, on any device.
@@ -175,7 +176,7 @@ def write_hf_folder(
             for name, tensor in weights:
                 writer.add(name, tensor)
             written_dtype = writer.finish()
-        copy_side_files(source_dir, folder)
+        copy_side_files(source_dir, folder, tokenizer_dir)
         write_config(folder, config, written_dtype)
         for path in folder.iterdir():
             sync(path)
@@ -185,8 +186,9 @@ def write_hf_folder(
     return files
 
 
-# What goes with the weights; copied where the source has it.
-_SIDE_FILES = (
+# What goes with the weights; copied where it is there.
+_SETTINGS = ("generation_config.json",)
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -194,7 +196,6 @@ _SIDE_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
 )
 
 
@@ -242,12 +243,17 @@ def _refuse_bad_destination(dst: Path, source_dir: Path) -> None:
         raise ModelFolderError(f"{dst} is not empty and no model folder ({CONFIG_FILE} is missing): choose another")
 
 
-def copy_side_files(source_dir: Path, folder: Path) -> None:
-    """Copy tokenizer, chat template and generation settings, as far as there are any."""
-    for pattern in _SIDE_FILES:
-        for path in source_dir.glob(pattern):
+def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | None = None) -> None:
+    """Copy generation settings, tokenizer and chat template (None: from `source_dir`), as far as there are any."""
+    _copy(_SETTINGS, source_dir, folder)
+    _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
+
+
+def _copy(patterns: tuple[str, ...], source: Path, folder: Path) -> None:
+    for pattern in patterns:
+        for path in source.glob(pattern):
             if path.is_file():
-                file_inside(source_dir, path.name)  # a link could bring any file of this machine into the export
+                file_inside(source, path.name)  # a link could bring any file of this machine into the export
                 shutil.copyfile(path, folder / path.name)
 
 

@@ -69,6 +69,11 @@ class MegatronActor:
     def device(self) -> torch.device:
         return next(self._gpt[0].parameters()).device
 
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of a prompt and its response, at most."""
+        return min(self._policy.max_total_sequence_length, self.architecture.max_positions)
+
     def score(self, sequences: Sequence[tuple[TokenIds, TokenIds]], temperature: float) -> list[ScoredSequence]:
         """Log-prob and entropy of every response token under softmax(logits / temperature), in the order given.
 
@@ -142,6 +147,11 @@ class MegatronActor:
     def weight_manifest(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight that `export_weights` gives; nothing is exchanged."""
         return self._weights.manifest()
+
+    def other_tensors(self, folder: Path) -> list[str]:
+        """The tensors of a Hugging Face folder that are not the policy's, as far as this rank has them (its part of the
+        layers and matrices); nothing is exchanged."""
+        return self._weights.other_tensors(folder)
 
     def save(self, folder: Path) -> None:
         """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.
