@@ -137,5 +137,3 @@ def _extra_states(arch: Architecture) -> list[str]:
         *(f"decoder.layers.{name}._extra_state/shard_{at}_{len(layers)}" for name in modules for at in layers),
         "decoder.final_layernorm._extra_state/shard_0_1",
     ]
-
-

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
@@ -106,13 +105,14 @@ def export_hf(actor: MegatronActor, dst: Path, source_dir: Path, options: Export
 
 
 def export_checkpoint(
-    source: Source, policy_dir: Path, dst: Path, options: ExportOptions, verify: Literal["logits", "tensors"]
+    source: Source, dst: Path, options: ExportOptions, policy_dir: Path | None = None
 ) -> ExportReport:
     """Write a run's checkpoint as a Hugging Face folder to `dst`, compared with the checkpoint before it is put there.
 
-    Every tensor is read again and compared with the checkpoint's bit for bit. With "logits", also the model: as
-    Megatron-Core loads `policy_dir` and as transformers loads the folder, both in float32 and from the same weights
-    (rounded to the export's dtype, if that is another). That needs a process group of one.
+    Every tensor is read again and compared with the checkpoint's bit for bit. With `policy_dir`, the checkpoint's
+    distributed part, also what the model computes: as Megatron-Core loads that, and as transformers loads the folder,
+    both in float32 and from the same weights (rounded to the export's dtype, if that is another). That needs a process
+    group of one and room for the model in float32; without it, two tensors are held at a time.
 
     Raises:
         CheckpointError: it could not be written, or is not the checkpoint's model; names tensor or key. `dst` is then
@@ -120,13 +120,13 @@ def export_checkpoint(
     """
     dst = Path(dst).absolute()
     with _as_export_error(dst), unverified(dst, source.config_folder) as candidate:
-        if verify == "logits":
+        if policy_dir is not None:
             check_memory(source.arch)
         _write(candidate, source.tensors(), source.arch, source.config_folder, options)
         report = _checked(candidate, source.arch, options.tokenizer_dir or source.config_folder)
         count = compare_tensors(candidate, source.arch, source.tensors(), options.dtype)
         report = replace(report, num_parameters=count, compared_with="as in the checkpoint")
-        if verify == "logits":
+        if policy_dir is not None:
             report = _compare_with_checkpoint(report, source.arch, policy_dir, options.dtype)
         return _finish(report, dst, options)
 
