@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+class TargetFormat(StrEnum):
+    """What `exgrpo convert` writes."""
+
+    hf = "hf"
+    torch_dist = "torch_dist"
+    nemo2 = "nemo2"
+
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe file (YAML).", show_default=False)]
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="section.key=value ...", show_default=False)]
@@ -239,6 +249,43 @@ def launch(
     Console().print(
         f"written to {output}; submit it with: sbatch {output}", markup=False, highlight=False, soft_wrap=True
     )
+
+
+@app.command()
+def convert(
+    src: Annotated[Path, typer.Argument(help="Checkpoint; its format is told by what is in it.", show_default=False)],
+    dst: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    to: Annotated[TargetFormat, typer.Option(help="Format to write.")] = TargetFormat.hf,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hugging Face folder of a Megatron checkpoint's model.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32. Default: as in the source", show_default=False)
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB or 512MiB.")] = "5GB",
+    make_vocab_size_divisible_by: Annotated[
+        int,
+        typer.Option(min=1, help="Megatron formats: pad the vocabulary to this times --tensor-parallel."),
+    ] = 128,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel ranks to pad for; any number loads what is written.")
+    ] = 1,
+    unpickle: Annotated[
+        bool,
+        typer.Option("--unpickle", help="Allow pickles that can run code (mp_rank_XX files)."),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion at DST.")] = False,
+) -> None:
+    """Convert weights between Hugging Face, Megatron and NeMo 2 formats, without a GPU."""
+    quiet_libraries()
+    from exgrpo_megatron.convert_command import convert_and_report, make_target  # noqa: PLC0415
+
+    target = make_target(to.value, dst, dtype, max_shard_size, make_vocab_size_divisible_by, tensor_parallel, overwrite)
+    convert_and_report(src, target, config=config, unpickle=unpickle)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from pathlib import Path
 from exgrpo_conversion.errors import ModelFolderError
 
 
-def file_inside(folder: Path, name: str, says: str = "") -> Path:
+def file_inside(folder: Path, name: object, says: str = "") -> Path:
     """The regular file `name` of `folder`, which cannot lead out of it.
 
     A link may point elsewhere in the folder, or, as in the cache of the Hugging Face hub, from `snapshots/REVISION` to
@@ -17,8 +17,8 @@ def file_inside(folder: Path, name: str, says: str = "") -> Path:
     Raises:
         ModelFolderError: the name has a path in it, the file is missing, is none, or is a link that leaves the folder.
     """
-    said = f"{says} in {name!r}: " if says else ""
-    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+    said = f"{says} in {name!r:.200}: " if says else ""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ModelFolderError(f"{said}only files in the folder itself can be named")
     path = folder / name
     try:

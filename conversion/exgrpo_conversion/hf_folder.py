@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from exgrpo_conversion._aside import swap_in, temporary_sibling
+from exgrpo_conversion._mapped import as_values, map_part
+from exgrpo_conversion._safetensors import Entry, read_header
 from exgrpo_conversion._shards import INDEX_FILE, SINGLE_FILE, ShardWriter, sync
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_conversion.config_file import CONFIG_FILE, read_config, read_json
 from exgrpo_conversion.errors import ModelFolderError
+from exgrpo_conversion.file_checks import file_inside
 from exgrpo_conversion.mapping import manifest
 
 __all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "sync", "write_hf_folder"]
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 class HFReader:
-    """Reads tensors one at a time from a folder's safetensors files; the files are memory-mapped until `close`.
+    """Reads tensors one at a time from a folder's safetensors files.
 
     All shard headers are read and checked at once, so a missing or cut-off shard shows before anything is loaded.
     `model.safetensors` wins over an index beside it, as in transformers.
@@ -39,40 +38,41 @@ class HFReader:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         files, index = _shard_files(self.folder)
-        self._shards = {file: _open_shard(self.folder / file) for file in files}
-        self._file_of: dict[str, str] = {}
-        for file, shard in self._shards.items():
-            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                other = self._file_of.setdefault(name, file)
-                if other != file:
-                    raise ModelFolderError(f"{self.folder}: tensor {name} is both in {other} and in {file}")
+        self._entries: dict[str, tuple[Path, Entry]] = {}
+        for file in files:
+            path = file_inside(self.folder, file)
+            for name, entry in read_header(path).items():
+                other, _ = self._entries.setdefault(name, (path, entry))
+                if other != path:
+                    raise ModelFolderError(f"{self.folder}: tensor {name} is both in {other.name} and in {file}")
         for name, file in index.items():
-            if self._file_of.get(name) != file:
+            if name not in self._entries or self._entries[name][0].name != file:
                 raise ModelFolderError(f"{self.folder / INDEX_FILE} places tensor {name} in {file}, which lacks it")
 
     def names(self) -> list[str]:
         """Every tensor name found, sorted."""
-        return sorted(self._file_of)
+        return sorted(self._entries)
 
     def names_in_file_order(self) -> list[str]:
         """Every tensor name, file by file and in each as the data lie, so that reading never goes back."""
-        return [name for shard in self._shards.values() for name in shard.offset_keys()]
+        return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading its data."""
-        return tuple(self._shard_of(name).get_slice(name).get_shape())
+        return self._entry(name)[1].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor, without reading its data; raises ModelFolderError unless it is a float of 16 bits
         or more."""
-        stored = self._shard_of(name).get_slice(name).get_dtype()
-        if stored not in _DTYPES:
-            raise ModelFolderError(f"{self.folder}: tensor {name} is {stored}, supported are {', '.join(_DTYPES)}")
-        return _DTYPES[stored]
+        dtype = self._entry(name)[1].dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ModelFolderError(f"{self.folder}: tensor {name} is {dtype}; floats of 16 bits or more are supported")
+        return dtype
 
     def get(self, name: str) -> Tensor:
-        """One whole tensor on the CPU, in the dtype of the file."""
-        return self._shard_of(name).get_tensor(name)
+        """One whole tensor on the CPU, in the dtype of the file and mapped from it for as long as it is kept."""
+        path, entry = self._entry(name)
+        return as_values(map_part(path, entry.start, entry.nbytes), entry.dtype, entry.shape)
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes with a manifest.
@@ -86,9 +86,8 @@ class HFReader:
         check_tensors(self.folder, {name: self.shape(name) for name in self.names()}, self.get, expected)
 
     def close(self) -> None:
-        """Unmap the files; tensors already returned stay valid."""
-        self._shards.clear()
-        self._file_of.clear()
+        """Forget what is in the folder; tensors already returned stay valid."""
+        self._entries.clear()
 
     def __enter__(self) -> HFReader:
         return self
@@ -96,10 +95,10 @@ class HFReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _shard_of(self, name: str) -> Any:
-        if name not in self._file_of:
+    def _entry(self, name: str) -> tuple[Path, Entry]:
+        if name not in self._entries:
             raise ModelFolderError(f"{self.folder} has no tensor {name}")
-        return self._shards[self._file_of[name]]
+        return self._entries[name]
 
 
 def check_tensors(
@@ -131,9 +130,11 @@ def index_of(path: Path) -> dict[str, str]:
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ModelFolderError(f"{path} has no weight_map")
+    checked: set[str] = set()
     for name, file in index.items():
-        if not isinstance(file, str) or file != Path(file).name or file == "..":
-            raise ModelFolderError(f"{path} places {name} in {file!r}: only files in the folder itself")
+        if not isinstance(file, str) or file not in checked:
+            file_inside(path.parent, file, f"{path} places {name}")
+            checked.add(file)
     return index
 
 
@@ -151,7 +152,7 @@ def write_hf_folder(
 
     Tokenizer and chat template are copied from `tokenizer_dir` (None: `source_dir`), generation settings from
     `source_dir`, and its config.json with the dtype of the new weights. An existing model folder at `dst` is replaced
-    after everything is on disk. Peak memory is one shard (`max_shard_bytes`) and one tensor.
+    after everything is on disk. Each tensor is written when it comes, and none is held.
 
     Args:
         weights: Hugging Face names and tensors, each name of the manifest once, in any order, on any device.
@@ -170,19 +171,18 @@ def write_hf_folder(
     if Architecture.from_hf_config(config) != arch:
         raise ModelFolderError(f"{source_dir / CONFIG_FILE} describes another architecture than the weights have")
     _refuse_bad_destination(dst, source_dir)
-    with _temporary_sibling(dst) as folder:
-        writer = ShardWriter(folder, manifest(arch), dtype, max_shard_bytes)
-        for name, tensor in weights:
-            writer.add(name, tensor)
-        written_dtype = writer.finish()
-        _copy(_SETTINGS, source_dir, folder)
-        _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
-        _write_json(folder / CONFIG_FILE, _with_dtype(config, written_dtype))
+    with temporary_sibling(dst) as folder:
+        with closing(ShardWriter(folder, manifest(arch), dtype, max_shard_bytes)) as writer:
+            for name, tensor in weights:
+                writer.add(name, tensor)
+            written_dtype = writer.finish()
+        copy_side_files(source_dir, folder, tokenizer_dir)
+        write_config(folder, config, written_dtype)
         for path in folder.iterdir():
             sync(path)
         sync(folder)
         files = sorted(path.name for path in folder.iterdir())
-        _swap_in(folder, dst)
+        swap_in(folder, dst)
     return files
 
 
@@ -228,18 +228,6 @@ def _is_leftover(
     )
 
 
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path} is missing: the model folder is incomplete") from None
-    except SafetensorError as error:
-        size = path.stat().st_size
-        raise ModelFolderError(
-            f"{path} is no complete safetensors file ({size} bytes; {error}): download or export it again"
-        ) from error
-
-
 def _shortened(items: list[str], limit: int = 8) -> str:
     more = f", and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
@@ -255,27 +243,24 @@ def _refuse_bad_destination(dst: Path, source_dir: Path) -> None:
         raise ModelFolderError(f"{dst} is not empty and no model folder ({CONFIG_FILE} is missing): choose another")
 
 
-@contextmanager
-def _temporary_sibling(dst: Path) -> Iterator[Path]:
-    """An empty folder beside `dst`, on the same file system; removed at the end unless it was renamed."""
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    folder = _hidden_sibling(dst, "partial")
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | None = None) -> None:
+    """Copy generation settings, and of `tokenizer_dir` (None: the same) tokenizer and chat template, as far as there
+    are any."""
+    _copy(_SETTINGS, source_dir, folder)
+    _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
 
 
-def _hidden_sibling(dst: Path, kind: str) -> Path:
-    return dst.parent / f".{dst.name}.{uuid.uuid4().hex[:8]}.{kind}"
-
-
-def _copy(patterns: tuple[str, ...], source: Path, folder: Path) -> None:
+def _copy(patterns: tuple[str, ...], source_dir: Path, folder: Path) -> None:
     for pattern in patterns:
-        for path in source.glob(pattern):
+        for path in source_dir.glob(pattern):
             if path.is_file():
+                file_inside(source_dir, path.name)  # a link could bring any file of this machine into the export
                 shutil.copyfile(path, folder / path.name)
+
+
+def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write config.json with the dtype of the weights."""
+    _write_json(folder / CONFIG_FILE, _with_dtype(config, dtype))
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -286,19 +271,3 @@ def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _swap_in(folder: Path, dst: Path) -> None:
-    """Rename the finished folder to `dst`; what stood there is moved aside first and deleted last."""
-    old = _hidden_sibling(dst, "replaced") if dst.exists() else None
-    if old is not None:
-        os.rename(dst, old)
-    try:
-        os.rename(folder, dst)
-    except OSError:
-        if old is not None:
-            os.rename(old, dst)
-        raise
-    sync(dst.parent)
-    if old is not None:
-        shutil.rmtree(old)

@@ -28,11 +28,13 @@ def newest_step(path: Path) -> Path | None:
 
 
 def run_model(step: Path) -> list[Path]:
-    """Where the model's folder may be: as the recipe in the checkpoint says, seen from here."""
+    """Where the model's folder may be: as the recipe in the checkpoint says, seen from here, or in the run's folder,
+    where an embedded model is."""
     recipe = read_json(step / STATE_FILE).get("recipe")
     policy = recipe.get("policy") if isinstance(recipe, dict) else None
     name = policy.get("model_name") if isinstance(policy, dict) else None
-    return [Path(name)] if isinstance(name, str) else []
+    named = [Path(name)] if isinstance(name, str) else []
+    return [*named, step.parent.parent / "model"]
 
 
 def run_claims(policy: Path) -> Claims:

@@ -43,6 +43,9 @@ class Source(ABC):
     config_folder: Path
     """The folder with that config.json, and with the tokenizer if there is one."""
 
+    dropped_rows: int = 0
+    """Rows of a Megatron vocabulary that are padding and are not read."""
+
     @abstractmethod
     def infos(self) -> dict[str, TensorInfo]:
         """Every tensor by Hugging Face name, in the order in which the files are read from begin to end."""

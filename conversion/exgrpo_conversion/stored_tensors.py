@@ -7,73 +7,44 @@ a storage to the shape that a file asks for. Here the archive must be uncompress
 from __future__ import annotations
 
 import io
-import mmap
 import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exgrpo_conversion._mapped import as_values, map_part
 from exgrpo_conversion._pickle_records import PERSISTENT, Global, Record, read_records
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.safe_metadata import StoredChunk, StoredTensor
 
 
-class TensorFiles:
-    """Reads tensors of a checkpoint piece by piece from memory-mapped files, which stay open until `close`."""
+def read_tensor(tensor: StoredTensor, layer: int | None = None) -> Tensor:
+    """A whole tensor, or one layer of a tensor that stacks them.
 
-    def __init__(self) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
+    What lies in one piece of the file is mapped, else the pieces are copied together, each of them mapped meanwhile.
 
-    def read(self, tensor: StoredTensor, layer: int | None = None) -> Tensor:
-        """A whole tensor, or one layer of a tensor that stacks them: new memory, and nothing else is held.
-
-        Raises:
-            ModelFolderError: a piece is damaged, or holds another dtype or shape than the table of contents says.
-        """
-        first, shape = (0, tensor.shape) if layer is None else (layer, (1, *tensor.shape[1:]))
-        out = torch.empty(shape, dtype=tensor.dtype)
-        for chunk in tensor.chunks:
-            if layer is None or chunk.offsets[0] <= layer < chunk.offsets[0] + chunk.sizes[0]:
-                self._copy(chunk, out, first, only_one=layer is not None)
-        return out if layer is None else out[0]
-
-    def close(self) -> None:
-        """Let go of the files; tensors already read stay valid."""
-        for mapped in self._maps.values():
-            mapped.close()
-        self._maps.clear()
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _copy(self, chunk: StoredChunk, out: Tensor, first: int, *, only_one: bool) -> None:
-        """Copy a piece to its place in `out`, which begins at index `first` of the whole tensor."""
-        mapped = self._map(chunk.file)
-        found = _values(mapped, chunk, out.dtype)
-        # A place is reached by the bytes: where a tensor begins in the file, no alignment is promised.
-        place = out.unsqueeze(-1).view(torch.uint8)
-        if only_one:
-            found = found.narrow(0, first - chunk.offsets[0], 1)
-        for dim, (offset, size) in enumerate(zip(chunk.offsets, found.shape[:-1], strict=True)):
-            place = place.narrow(dim, 0 if dim == 0 and only_one else offset, size)
-        place.copy_(found)
-        del found  # the map cannot be closed while a tensor lies in it
-        # What was copied need not stay in memory: a whole checkpoint would gather there.
-        begin = chunk.start - chunk.start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, begin, chunk.start + chunk.length - begin)
-
-    def _map(self, path: Path) -> mmap.mmap:
-        if path not in self._maps:
-            with path.open("rb") as file:
-                # Private and writable, as torch asks of memory that it may view; nothing is ever written to it.
-                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[path]
+    Raises:
+        ModelFolderError: a piece is damaged, or holds another dtype or shape than the table of contents says.
+    """
+    first, shape = (0, tensor.shape) if layer is None else (layer, (1, *tensor.shape[1:]))
+    end = first + shape[0] if shape else 1
+    chunks = [it for it in tensor.chunks if not shape or (it.offsets[0] < end and first < it.offsets[0] + it.sizes[0])]
+    if len(chunks) == 1 and chunks[0].sizes == shape:
+        whole = _bytes_of(chunks[0], tensor.dtype)
+        return as_values(whole.contiguous().flatten(), tensor.dtype, shape if layer is None else shape[1:])
+    out = torch.empty(shape, dtype=tensor.dtype)
+    place = out.unsqueeze(-1).view(torch.uint8)
+    for chunk in chunks:
+        found, offsets = _bytes_of(chunk, tensor.dtype, whole=layer is None), list(chunk.offsets)
+        if layer is not None:
+            found, offsets[0] = found.narrow(0, layer - chunk.offsets[0], 1), 0
+        target = place
+        for dim, offset in enumerate(offsets):
+            target = target.narrow(dim, offset, found.shape[dim])
+        target.copy_(found)
+    return out if layer is None else out[0]
 
 
 @dataclass(frozen=True)
@@ -86,25 +57,26 @@ class _Layout:
     stride: tuple[int, ...]
 
 
-def _values(mapped: mmap.mmap, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-    """The bytes of a piece in the file, [*its sizes, bytes of an element]."""
+def _bytes_of(chunk: StoredChunk, dtype: torch.dtype, *, whole: bool = True) -> Tensor:
+    """The bytes of a piece, mapped: [*its sizes, bytes of an element]."""
     where = f"{chunk.file}, bytes {chunk.start} to {chunk.start + chunk.length},"
-    with memoryview(mapped) as whole, whole[chunk.start : chunk.start + chunk.length] as part:
-        try:
-            archive = zipfile.ZipFile(io.BufferedReader(_View(part)))
-            layout = _layout(_small_record(archive, "data.pkl", where), dtype, where)
-            start, length = _record(archive, f"data/{layout.storage}", where)
-            order = _small_record(archive, "byteorder", where, b"little")
-        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-            if isinstance(error, ModelFolderError):
-                raise
-            raise ModelFolderError(f"{where} hold no whole tensor: {error}") from error
+    part = map_part(chunk.file, chunk.start, chunk.length, whole=whole or chunk.sizes[:1] == (1,))
+    try:
+        archive = zipfile.ZipFile(io.BufferedReader(_View(part.numpy().data)))
+        layout = _layout(_small_record(archive, "data.pkl", where), dtype, where)
+        start, length = _record(archive, f"data/{layout.storage}", where)
+        order = _small_record(archive, "byteorder", where, b"little")
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        if isinstance(error, ModelFolderError):
+            raise
+        raise ModelFolderError(f"{where} hold no whole tensor: {error}") from error
     last = layout.offset + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
     if layout.size != chunk.sizes or order != b"little" or (0 not in layout.size and last >= length // dtype.itemsize):
         raise ModelFolderError(f"{where} hold no little-endian tensor {chunk.sizes} with all its values")
-    raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=chunk.start + start, count=max(length, 1))
     strides = [stride * dtype.itemsize for stride in layout.stride]
-    return raw.as_strided((*layout.size, dtype.itemsize), (*strides, 1), layout.offset * dtype.itemsize)
+    return part[start : start + length].as_strided(
+        (*layout.size, dtype.itemsize), (*strides, 1), start + layout.offset * dtype.itemsize
+    )
 
 
 _STORAGES = {

@@ -16,7 +16,7 @@ from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.mapping import LOCAL_SPEC_NAME
 from exgrpo_conversion.safe_metadata import METADATA_FILE, StoredTensor, read_metadata
 from exgrpo_conversion.source import TensorInfo
-from exgrpo_conversion.stored_tensors import TensorFiles
+from exgrpo_conversion.stored_tensors import read_tensor
 
 FORMAT_FILE, COMMON_FILE, TRACKER_FILE = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
 
@@ -36,7 +36,6 @@ class TorchDistFiles:
                 if name in self._places:
                     raise ModelFolderError(f"{folder / METADATA_FILE} has {name} twice, the second time as {key}")
                 self._places[name] = (stored, layer)
-        self._files = TensorFiles()
 
     def parameters(self) -> Mapping[str, TensorInfo]:
         return {
@@ -45,10 +44,10 @@ class TorchDistFiles:
         }
 
     def read(self, name: str) -> Tensor:
-        return self._files.read(*self._places[name])
+        return read_tensor(*self._places[name])
 
     def close(self) -> None:
-        self._files.close()
+        self._places.clear()
 
 
 def iteration_folder(root: Path) -> Path:

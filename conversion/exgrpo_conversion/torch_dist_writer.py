@@ -61,7 +61,7 @@ class TorchDistWriter:
             self._prefix + key, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [])
         )
         assert isinstance(entry, TensorStorageMetadata), "extra states have names of their own"
-        assert entry.properties.dtype == tensor.dtype and entry.size == size, f"{name} is not like the other layers"
+        assert (entry.properties.dtype, entry.size) == (tensor.dtype, size), f"{name} is not like the other layers"
         entry.chunks.append(ChunkStorageMetadata(offsets, piece.shape))
         self._places[MetadataIndex(self._prefix + key, offsets)] = self._write(piece)
 

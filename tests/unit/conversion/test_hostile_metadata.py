@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.safe_metadata import StoredChunk, StoredTensor, read_metadata
-from exgrpo_conversion.stored_tensors import TensorFiles
+from exgrpo_conversion.stored_tensors import read_tensor
 
 NORM, WEIGHT = "decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc2.weight"
 
@@ -203,8 +203,7 @@ def with_content(stored: StoredTensor, content: bytes) -> StoredTensor:
 @pytest.mark.parametrize("make", [lambda it: it, torch.Tensor.t, lambda it: it[1:, ::2], lambda it: it[0, 0]])
 def test_a_tensor_is_read_as_torch_saved_it(make: Callable[..., torch.Tensor], dtype: torch.dtype, tmp_path: Path):
     tensor = make(torch.arange(15).view(3, 5).to(dtype))
-    with TensorFiles() as files:
-        assert torch.equal(files.read(saved(tensor, tmp_path)), tensor)
+    assert torch.equal(read_tensor(saved(tensor, tmp_path)), tensor)
 
 
 def test_layers_and_pieces_are_put_together_as_torch_does(tmp_path: Path):
@@ -219,9 +218,8 @@ def test_layers_and_pieces_are_put_together_as_torch_does(tmp_path: Path):
         offsets = (layers.start, 0, columns - 2)
         chunks.append(StoredChunk(offsets, tuple(part.shape), path, start, path.stat().st_size - start))
     stored = StoredTensor(torch.float32, (3, 4, 6), tuple(chunks))
-    with TensorFiles() as files:
-        assert torch.equal(files.read(stored), whole)
-        assert all(torch.equal(files.read(stored, layer), whole[layer]) for layer in range(3))
+    assert torch.equal(read_tensor(stored), whole)
+    assert all(torch.equal(read_tensor(stored, layer), whole[layer]) for layer in range(3))
 
 
 TENSOR_FAULTS: dict[str, tuple[Callable[[zipfile.ZipInfo, bytes], tuple[int, bytes]], str]] = {
@@ -258,20 +256,20 @@ def test_a_damaged_or_crafted_tensor_is_named_by_its_file(fault: str, tmp_path: 
     change, message = TENSOR_FAULTS[fault]
     stored = saved(torch.arange(15.0).view(3, 5), tmp_path)
     content = rewrite_zip(stored.chunks[0].file, change)
-    with TensorFiles() as files, pytest.raises(ModelFolderError, match=message) as caught:
-        files.read(with_content(stored, content))
+    with pytest.raises(ModelFolderError, match=message) as caught:
+        read_tensor(with_content(stored, content))
     assert "one.distcp" in str(caught.value)
 
 
 def test_a_tensor_of_another_dtype_is_refused(tmp_path: Path):
     stored = dataclasses.replace(saved(torch.zeros(4), tmp_path), dtype=torch.int32)
-    with TensorFiles() as files, pytest.raises(ModelFolderError, match=r"another dtype than torch\.int32"):
-        files.read(stored)
+    with pytest.raises(ModelFolderError, match=r"another dtype than torch\.int32"):
+        read_tensor(stored)
 
 
 def test_bytes_that_are_no_archive_are_refused(tmp_path: Path):
     stored = saved(torch.zeros(4), tmp_path)
     content = stored.chunks[0].file.read_bytes()
     for damaged in (b"x" * len(content), content[: len(content) // 2], content[::-1]):
-        with TensorFiles() as files, pytest.raises(ModelFolderError, match="hold no whole tensor"):
-            files.read(with_content(stored, damaged))
+        with pytest.raises(ModelFolderError, match="hold no whole tensor"):
+            read_tensor(with_content(stored, damaged))
