@@ -244,16 +244,17 @@ def _refuse_bad_destination(dst: Path, source_dir: Path) -> None:
 
 
 def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | None = None) -> None:
-    """Copy generation settings, tokenizer and chat template (None: from `source_dir`), as far as there are any."""
+    """Copy generation settings, and of `tokenizer_dir` (None: the same) tokenizer and chat template, as far as there
+    are any."""
     _copy(_SETTINGS, source_dir, folder)
     _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
 
 
-def _copy(patterns: tuple[str, ...], source: Path, folder: Path) -> None:
+def _copy(patterns: tuple[str, ...], source_dir: Path, folder: Path) -> None:
     for pattern in patterns:
-        for path in source.glob(pattern):
+        for path in source_dir.glob(pattern):
             if path.is_file():
-                file_inside(source, path.name)  # a link could bring any file of this machine into the export
+                file_inside(source_dir, path.name)  # a link could bring any file of this machine into the export
                 shutil.copyfile(path, folder / path.name)
 
 
