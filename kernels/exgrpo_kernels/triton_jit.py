@@ -40,19 +40,22 @@ def statistics_kernel(
     target = tl.load(logits + column * column_stride, mask=here, other=float("nan")).to(tl.float32)
 
     tile = VECTORS * LANES * WIDTH
-    offsets = _tile_offsets(VECTORS, LANES, WIDTH)
+    offsets = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     maxima = tl.full([LANES], LOWEST, tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     moments = tl.zeros([LANES], tl.float32)
     whole_tiles = valid // tile * tile
     # Whole tiles need no mask: with one, the loads would be scalar wherever `valid` is not a multiple of WIDTH.
     for start in range(0, whole_tiles, tile):
-        values = tl.load(logits + (start + offsets) * column_stride).to(tl.float32)
-        maxima, sums, moments = _accumulate(values, maxima, sums, moments, scale)
-    if whole_tiles < valid:
-        columns = whole_tiles + offsets
+        values = ()
+        for vector in tl.static_range(VECTORS):
+            columns = start + vector * LANES * WIDTH + offsets
+            values = values + (tl.load(logits + columns * column_stride).to(tl.float32),)
+        maxima, sums, moments = _accumulate(values, maxima, sums, moments, scale, VECTORS)
+    for start in range(whole_tiles, valid, LANES * WIDTH):
+        columns = start + offsets
         values = tl.load(logits + columns * column_stride, mask=columns < valid, other=float("-inf")).to(tl.float32)
-        maxima, sums, moments = _accumulate(values, maxima, sums, moments, scale)
+        maxima, sums, moments = _accumulate((values,), maxima, sums, moments, scale, 1)
 
     maximum = tl.max(maxima, axis=0)
     total, moment = _rescaled(sums, moments, maxima - maximum, scale)
@@ -192,9 +195,7 @@ def gradient_kernel(
     valid,
     num_columns,
     scale,
-    VECTORS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One program a row: the gradient of the logits, in their place; 0 in columns from `valid` on."""
     row = tl.program_id(0).to(tl.int64)
@@ -212,17 +213,16 @@ def gradient_kernel(
     target = tl.load(targets + row).to(tl.int64) - vocab_start
     target = tl.where((target >= 0) & (target < valid), target, -1).to(tl.int32)
 
-    tile = VECTORS * LANES * WIDTH
-    offsets = _tile_offsets(VECTORS, LANES, WIDTH)
-    whole_tiles = readable // tile * tile
-    for start in range(0, whole_tiles, tile):
+    offsets = tl.arange(0, TILE)
+    whole_tiles = readable // TILE * TILE
+    for start in range(0, whole_tiles, TILE):
         columns = start + offsets
         pointers = logits + columns * column_stride
         values = tl.load(pointers).to(tl.float32)
         gradient = _gradient(values, maximum, log2_sum, base, slope, scale)
         gradient += tl.where(columns == target, target_gradient, 0.0)
         tl.store(pointers, gradient.to(logits.dtype.element_ty))
-    for start in range(whole_tiles, num_columns, tile):
+    for start in range(whole_tiles, num_columns, TILE):
         columns = start + offsets
         pointers = logits + columns * column_stride
         values = tl.load(pointers, mask=columns < readable, other=float("-inf")).to(tl.float32)
@@ -233,21 +233,18 @@ def gradient_kernel(
 
 
 @triton.jit
-def _tile_offsets(VECTORS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    vectors = tl.arange(0, VECTORS)[:, None, None] * (LANES * WIDTH)
-    return vectors + tl.arange(0, LANES)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-
-
-@triton.jit
-def _accumulate(values, maxima, sums, moments, scale):
-    """Statistics of each lane with the values of one more tile; exponents are relative to the lane's maximum."""
-    new_maxima = tl.maximum(maxima, tl.max(tl.max(values, axis=2), axis=0))
+def _accumulate(values, maxima, sums, moments, scale, VECTORS: tl.constexpr):
+    """Statistics of each lane with VECTORS more [LANES, WIDTH] values; exponents are relative to the lane's maximum."""
+    new_maxima = maxima
+    for vector in tl.static_range(VECTORS):
+        new_maxima = tl.maximum(new_maxima, tl.max(values[vector], axis=1))
     sums, moments = _rescaled(sums, moments, maxima - new_maxima, scale)
-    exponents = (values - new_maxima[None, :, None]) * scale
-    weights = tl.exp2(exponents)
-    sums += tl.sum(tl.sum(weights, axis=2), axis=0)
-    # A logit of -inf has weight 0, and its share of the moment is the limit 0, not 0 * inf.
-    moments += tl.sum(tl.sum(weights * tl.maximum(exponents, FLOOR), axis=2), axis=0)
+    for vector in tl.static_range(VECTORS):
+        exponents = (values[vector] - new_maxima[:, None]) * scale
+        weights = tl.exp2(exponents)
+        sums += tl.sum(weights, axis=1)
+        # A logit of -inf has weight 0, and its share of the moment is the limit 0, not 0 * inf.
+        moments += tl.sum(weights * tl.maximum(exponents, FLOOR), axis=1)
     return new_maxima, sums, moments
 
 

@@ -96,7 +96,10 @@ def row_statistics(
                 vocab_start,
                 valid,
                 _scale(temperature),
-                **_tile_arguments(tile, logits.element_size()),
+                VECTORS=tile.vectors,
+                LANES=32 * tile.num_warps,
+                WIDTH=16 // logits.element_size(),
+                num_warps=tile.num_warps,
             )
     return statistics
 
@@ -222,7 +225,8 @@ def _write_gradient(
             valid,
             columns,
             _scale(temperature),
-            **_tile_arguments(tile, logits.element_size()),
+            TILE=tile.columns(logits.element_size()),
+            num_warps=tile.num_warps,
         )
 
 
@@ -269,15 +273,6 @@ def _per_token(inputs: LossInputs) -> tuple[Tensor | None, ...]:
 
 def _float32(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.float().contiguous()
-
-
-def _tile_arguments(tile: Tile, itemsize: int) -> dict[str, int]:
-    return {
-        "VECTORS": tile.vectors,
-        "LANES": 32 * tile.num_warps,
-        "WIDTH": 16 // itemsize,
-        "num_warps": tile.num_warps,
-    }
 
 
 def _overlaps(tensor: Tensor) -> bool:
