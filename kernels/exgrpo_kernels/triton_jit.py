@@ -50,7 +50,7 @@ def statistics_kernel(
         values = ()
         for vector in tl.static_range(VECTORS):
             columns = start + vector * LANES * WIDTH + offsets
-            values = values + (tl.load(logits + columns * column_stride).to(tl.float32),)
+            values = values + (tl.load(logits + columns * column_stride).to(tl.float32),)  # noqa: RUF005
         maxima, sums, moments = _accumulate(values, maxima, sums, moments, scale, VECTORS)
     for start in range(whole_tiles, valid, LANES * WIDTH):
         columns = start + offsets
