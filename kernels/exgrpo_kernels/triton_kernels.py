@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from exgrpo_kernels import triton_jit
+from exgrpo_kernels.types import TokenLoss
 
 if TYPE_CHECKING:
-    from exgrpo_kernels.fused import LossInputs
     from exgrpo_kernels.reference import Objective
+    from exgrpo_kernels.types import LossInputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS_PER_PROGRAM = 128
@@ -49,19 +50,6 @@ class Tile:
 
 TILES = (Tile(vectors=4, num_warps=8), Tile(vectors=2, num_warps=4), Tile(vectors=1, num_warps=4))
 """From large to small vocabularies."""
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """What `loss_and_gradient` says of each token."""
-
-    logprobs: Float[Tensor, " rows"]
-    entropies: Float[Tensor, " rows"]
-    log_ratio: Float[Tensor, " rows"]
-    loss: Float[Tensor, " rows"]
-    """`policy_weight * policy_loss - entropy_weight * entropy`; 0 where both weights are 0."""
-    clipped: Bool[Tensor, " rows"]
-    clamped: Bool[Tensor, " rows"]
 
 
 def row_statistics(
