@@ -69,6 +69,12 @@ class PolicyConfig(Section):
     sequence_packing: SequencePackingConfig = key(SequencePackingConfig(), "packed micro-batches by a token budget")
     max_total_sequence_length: PositiveInt = key(608, "longest prompt + response", "tokens")
     precision: Literal["float32", "bfloat16"] = key("float32", "numbers of the weights in forward and backward")
+    loss_kernel: Literal["auto", "reference", "logits", "linear"] = key(
+        "auto",
+        "how log-probs, entropies and the loss are computed from the last hidden states: linear: in chunks of tokens, "
+        "the logits of one chunk in memory at a time; logits: all logits once, their gradient in their place; "
+        "reference: as written down, by autograd, for comparison; auto: what suits this machine",
+    )
     max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")
     skip_grad_norm_above: PositiveFloat = key(
         500.0, "an optimiser step whose norm is above this, or whose norm or loss is not finite, is skipped and counted"

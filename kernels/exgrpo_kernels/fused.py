@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
 
-Form = Literal["auto", "reference"]
+Form = Literal["auto", "reference", "logits", "linear"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ def token_loss(
 
 
 def _logprob_entropy(hidden: Tensor, head: OutputHead, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if head.reduce_hidden_grad:
+        hidden = _SumGradient.apply(hidden, head.group)
     return logprob_entropy(
         hidden @ head.weight.t(),
         targets,
@@ -104,3 +106,16 @@ def _logprob_entropy(hidden: Tensor, head: OutputHead, targets: Tensor) -> tuple
         group=head.group,
         vocab_start=head.vocab_start,
     )
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, group):
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
