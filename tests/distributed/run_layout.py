@@ -40,7 +40,10 @@ BATCHINGS: dict[str, dict[str, Any]] = {
     "two and their mean entropy": {"train_micro_batch_size": 2, "logprob_batch_size": 2},
     "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 100, "logprob_mb_tokens": 150}},
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 100, "logprob_mb_tokens": 150}},
+    "one a micro-batch, bfloat16": {"train_micro_batch_size": 1, "logprob_batch_size": 1, "precision": "bfloat16"},
 }
+BFLOAT16 = "one a micro-batch, bfloat16"
+"""Its numbers are rounded alike on every layout that neither tensor nor context parallelism cut up."""
 MEAN_ENTROPY = "two and their mean entropy"
 """Here the loss has the mean entropy of every micro-batch, and depends on what is in it."""
 ALL_ON_FIRST = ("all in one", "dynamic")
