@@ -109,7 +109,9 @@ def compare(
                 seconds[name].append(step_seconds())
     fastest = {name: min(values) for name, values in seconds.items()}
     listed = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in fastest.items())
-    ratios = ", ".join(f"{fastest['actor'] / value:.3f} of {name}" for name, value in fastest.items() if name != "actor")
+    ratios = ", ".join(
+        f"{fastest['actor'] / value:.3f} of {name}" for name, value in fastest.items() if name != "actor"
+    )
     print(
         f"{size} ({sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters): {listed} CPU a step, the actor "
         f"{ratios}; largest difference of a weight after one step {difference:.0e}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ from exgrpo_megatron.policy.optimizer import apply_gradients, build_optimizer, b
 from exgrpo_megatron.policy.schedule import Outputs
 from exgrpo_megatron.policy.weights import WeightExport
 from exgrpo_megatron.types import LossTerms, ScoredSequence, TokenIds, TrainSequence, UpdateResult
+
+
+class _LossKernel(TypedDict):
+    """How `exgrpo_kernels.fused` is to compute."""
+
+    form: fused.Form
+    chunk_size: int | None
 
 
 class MegatronActor:
@@ -54,6 +62,7 @@ class MegatronActor:
         self.comm = comm
         self.version = 0
         self._policy = policy
+        self._loss_kernel: _LossKernel = {"form": policy.loss_kernel, "chunk_size": policy.logprob_chunk_size}
         self._gpt, self.architecture = load_model(model_dir, policy)
         self._model = _data_parallel(self._gpt, policy)
         self._weights = WeightExport(self._gpt, self.architecture)
@@ -101,9 +110,8 @@ class MegatronActor:
 
         def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Outputs]:
             inputs = loss_inputs(batch, sequences, mean_entropy_coeff=micro_batch_entropy_coeff / self.comm.size)
-            result = fused.token_loss(
-                hidden.squeeze(0), self._head(temperature), inputs, objective, form=self._policy.loss_kernel
-            )
+            head = self._head(temperature)
+            result = fused.token_loss(hidden.squeeze(0), head, inputs, objective, **self._loss_kernel)
             outputs = {
                 "loss": result.loss.detach().clone(),
                 "log_ratio": result.log_ratio,
@@ -191,9 +199,8 @@ class MegatronActor:
 
     def _scored(self, batch: MicroBatch, hidden: Tensor, *, temperature: float, non_loss_data: bool) -> Outputs:
         del non_loss_data  # Megatron's schedule passes it to whoever collects something else than a loss
-        logprobs, entropies = fused.score(
-            hidden.squeeze(0), self._head(temperature), batch.targets, form=self._policy.loss_kernel
-        )
+        head = self._head(temperature)
+        logprobs, entropies = fused.score(hidden.squeeze(0), head, batch.targets, **self._loss_kernel)
         return {"logprobs": logprobs, "entropies": entropies}
 
     def _head(self, temperature: float) -> OutputHead:

@@ -23,9 +23,9 @@ from exgrpo_megatron.policy.model import sum_gradients
 Outputs = dict[str, Tensor]
 """What one micro-batch leaves behind, by name; no gradients."""
 OutputFunction = Callable[..., object]
-"""(micro-batch, hidden states [1, tokens, hidden]) to what Megatron's schedule expects of its loss function; called on the
-last pipeline stage. Its outputs are of the response tokens that are predicted here, or sums over these. It is also given
-micro-batches without tokens, which must have a gradient, of 0, for every weight that others have one for."""
+"""(micro-batch, hidden states [1, tokens, hidden]) to what Megatron's schedule expects of its loss function; called on
+the last pipeline stage. Its outputs are of the response tokens that are predicted here, or sums over these. It is also
+given micro-batches without tokens, which must have a gradient, of 0, for every weight that others have one for."""
 
 
 def run(
