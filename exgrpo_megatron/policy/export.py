@@ -57,7 +57,8 @@ def export_hf(actor: MegatronActor, dst: Path, source_dir: Path) -> ExportReport
             `dst` is then as it was before.
     """
     probes = _probe_sequences(actor.architecture.vocab_size, actor.architecture.max_positions)
-    trainer = Probes(probes, actor.score(probes, temperature=1.0))
+    with actor.without_fp8():
+        trainer = Probes(probes, actor.score(probes, temperature=1.0))
     weights = actor.export_weights()
     outcome: ExportReport | str = ""
     if actor.comm.is_main:
