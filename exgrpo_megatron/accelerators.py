@@ -165,7 +165,7 @@ def _import_fault(module: str) -> str | None:
         importlib.import_module(module)
     except _IMPORT_ERRORS as error:
         first_line = next(iter(str(error).splitlines()), "")
-        return f"{type(error).__name__}: {first_line}"
+        return f"{type(error).__name__}: {first_line[:200]}"
     return None
 
 
