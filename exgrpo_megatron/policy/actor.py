@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -20,7 +21,7 @@ from exgrpo_kernels.fused import OutputHead
 from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
-from exgrpo_megatron.policy import backend, checkpoint, schedule
+from exgrpo_megatron.policy import backend, checkpoint, layers, schedule
 from exgrpo_megatron.policy.batch import BatchRule, MicroBatch, in_input_order, loss_inputs, micro_batches, pairs
 from exgrpo_megatron.policy.head import output_head
 from exgrpo_megatron.policy.model import ResponseModel, load_model
@@ -92,6 +93,10 @@ class MegatronActor:
         logprobs = in_input_order(batches, [output["logprobs"] for output in outputs])
         entropies = in_input_order(batches, [output["entropies"] for output in outputs])
         return [ScoredSequence(*arrays) for arrays in zip(logprobs, entropies, strict=True)]
+
+    def without_fp8(self) -> AbstractContextManager[None]:
+        """Inside, `score` computes in the precision of the weights."""
+        return layers.without_fp8(self._gpt)
 
     def update(
         self,

@@ -165,7 +165,8 @@ def _compare_with_trainer(actor: MegatronActor, candidate: Path, tokenizer_dir: 
     if not comm.anywhere(device is not None):
         return _compare_tensors_with_trainer(actor, candidate, tokenizer_dir)
     probes = probe_sequences(arch.vocab_size, actor.max_sequence_length)
-    scores = actor.score(probes, temperature=1.0)
+    with actor.without_fp8():
+        scores = actor.score(probes, temperature=1.0)
     report: ExportReport | None = None
     mismatch = ""
     with together(comm), _as_checkpoint_errors():

@@ -30,10 +30,12 @@ from exgrpo_conversion.mapping import (
     shard,
     to_megatron,
 )
+from exgrpo_megatron.acceleration import choose
+from exgrpo_megatron.accelerators import installed
 from exgrpo_megatron.config import PolicyConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.layout import VOCAB_MULTIPLE
-from exgrpo_megatron.policy.layers import decoder_spec
+from exgrpo_megatron.policy.layers import acceleration_options, decoder_spec, fuse_gradients
 
 
 class ResponseModel(GPTModel):
@@ -98,7 +100,11 @@ def build_chunks(architecture: Architecture, policy: PolicyConfig) -> list[Respo
     config = _transformer_config(architecture, policy)
     chunks = policy.megatron_cfg.virtual_pipeline_model_parallel_size
     numbers: list[int | None] = [None] if chunks is None else list(range(chunks))
-    return [_build_chunk(config, architecture, policy, number) for number in numbers]
+    built = [_build_chunk(config, architecture, policy, number) for number in numbers]
+    if config.transformer_impl == "transformer_engine" and choose(policy, installed()).gradient_fusion.on:
+        for chunk in built:
+            fuse_gradients(chunk)
+    return built
 
 
 @torch.no_grad()
@@ -205,13 +211,7 @@ def _transformer_config(architecture: Architecture, policy: PolicyConfig) -> Tra
         # ranks. Per-token mode leaves gradients summed; the function below leaves out its final division.
         calculate_per_token_loss=True,
         finalize_model_grads_func=sum_gradients,
-        # Fused kernels need Transformer Engine, Apex or a compiler.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        **acceleration_options(policy, choose(policy, installed())),
     )
 
 
