@@ -15,6 +15,7 @@ from rich.console import Console
 from exgrpo_megatron import __version__
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.export_request import ExportCheck, ExportDtype
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.plan_command import planned_processes, show_plan
 from exgrpo_megatron.process import (
@@ -317,6 +318,34 @@ def options(
         return
     for option in listed:
         console.print(option_line(option), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of the checkpoint. Default: the newest one's", show_default=False)
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint best in checkpointing.metric_name.")] = False,
+    dtype: Annotated[
+        ExportDtype | None, typer.Option(help="Of the tensors. Default: policy.precision", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write. Default: <run>/hf-step_N[-dtype]", show_default=False)
+    ] = None,
+    verify: Annotated[
+        ExportCheck,
+        typer.Option(help="logits: run the model on both sides and compare tensors; tensors: compare these alone."),
+    ] = ExportCheck.logits,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the base model. Default: policy.model_name", show_default=False),
+    ] = None,
+) -> None:
+    """A run's checkpoint as a Hugging Face folder with a model card, checked before it is put there. Uses no GPU."""
+    from exgrpo_megatron.export_command import ExportRequest, export_run  # noqa: PLC0415
+
+    export_run(ExportRequest(run, step, best, dtype, out, verify, model))
 
 
 @app.command()

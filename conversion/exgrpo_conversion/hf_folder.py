@@ -244,7 +244,8 @@ def _refuse_bad_destination(dst: Path, source_dir: Path) -> None:
 
 
 def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | None = None) -> None:
-    """Copy generation settings, tokenizer and chat template (None: from `source_dir`), as far as there are any."""
+    """Copy generation settings, and of `tokenizer_dir` (None: the same) tokenizer and chat template, as far as there
+    are any."""
     _copy(_SETTINGS, source_dir, folder)
     _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
@@ -44,7 +43,9 @@ class ExportReport:
     num_parameters: int
     tokenizer: bool
     """Whether there was a tokenizer, which then went along and was checked."""
-    compared_with: str
+    tensors_compared: bool = False
+    """Whether every tensor was compared bit for bit."""
+    compared_with: str = "the trainer's"
     max_logprob_difference: float | None = None
     """Over the tokens of a few sequences, in nats; None where tensors alone were compared."""
     rounding: float | None = None
@@ -52,14 +53,16 @@ class ExportReport:
 
     def describe(self) -> str:
         """What was checked, in a few words."""
-        tokenizer = "the same tokenizer" if self.tokenizer else "no tokenizer"
-        if self.max_logprob_difference is None:
-            return f"{self.num_parameters:,} parameters, {tokenizer}, every tensor bit for bit {self.compared_with}"
-        rounding = "" if self.rounding is None else f"; the rounding moved log-probs by up to {self.rounding:.0e}"
-        return (
-            f"{self.num_parameters:,} parameters, {tokenizer}, and as transformers reads it "
-            f"log-probs within {self.max_logprob_difference:.0e} of {self.compared_with}{rounding}"
-        )
+        checks = [f"{self.num_parameters:,} parameters", "the same tokenizer" if self.tokenizer else "no tokenizer"]
+        if self.tensors_compared:
+            checks.append("every tensor bit for bit as trained")
+        if self.max_logprob_difference is not None:
+            checks.append(
+                f"as transformers reads it log-probs within {self.max_logprob_difference:.0e} of {self.compared_with}"
+            )
+        if self.rounding:
+            checks.append(f"of which the rounding to another dtype had moved some by up to {self.rounding:.0e}")
+        return ", ".join(checks)
 
 
 @dataclass(frozen=True)
@@ -106,13 +109,14 @@ def export_hf(actor: MegatronActor, dst: Path, source_dir: Path, options: Export
 
 
 def export_checkpoint(
-    source: Source, policy_dir: Path, dst: Path, options: ExportOptions, verify: Literal["logits", "tensors"]
+    source: Source, dst: Path, options: ExportOptions, policy_dir: Path | None = None
 ) -> ExportReport:
     """Write a run's checkpoint as a Hugging Face folder to `dst`, compared with the checkpoint before it is put there.
 
-    Every tensor is read again and compared with the checkpoint's bit for bit. With "logits", also the model: as
-    Megatron-Core loads `policy_dir` and as transformers loads the folder, both in float32 and from the same weights
-    (rounded to the export's dtype, if that is another). That needs a process group of one.
+    Every tensor is read again and compared with the checkpoint's bit for bit. With `policy_dir`, the checkpoint's
+    distributed part, also what the model computes: as Megatron-Core loads that, and as transformers loads the folder,
+    both in float32 and from the same weights (rounded to the export's dtype, if that is another). That needs a process
+    group of one and room for the model in float32; without it, two tensors are held at a time.
 
     Raises:
         CheckpointError: it could not be written, or is not the checkpoint's model; names tensor or key. `dst` is then
@@ -120,13 +124,13 @@ def export_checkpoint(
     """
     dst = Path(dst).absolute()
     with _as_export_error(dst), unverified(dst, source.config_folder) as candidate:
-        if verify == "logits":
+        if policy_dir is not None:
             check_memory(source.arch)
         _write(candidate, source.tensors(), source.arch, source.config_folder, options)
         report = _checked(candidate, source.arch, options.tokenizer_dir or source.config_folder)
         count = compare_tensors(candidate, source.arch, source.tensors(), options.dtype)
-        report = replace(report, num_parameters=count, compared_with="as in the checkpoint")
-        if verify == "logits":
+        report = replace(report, num_parameters=count, tensors_compared=True)
+        if policy_dir is not None:
             report = _compare_with_checkpoint(report, source.arch, policy_dir, options.dtype)
         return _finish(report, dst, options)
 
@@ -151,7 +155,7 @@ def _checked(candidate: Path, arch: Architecture, tokenizer_dir: Path) -> Export
     check_config(candidate, arch)
     tokenizer = compare_tokenizers(candidate, tokenizer_dir)
     files = tuple(sorted(path.name for path in candidate.iterdir()))
-    return ExportReport(candidate, files, 0, tokenizer, "")
+    return ExportReport(candidate, files, 0, tokenizer)
 
 
 def _compare_with_trainer(actor: MegatronActor, candidate: Path, tokenizer_dir: Path) -> ExportReport:
@@ -173,7 +177,7 @@ def _compare_with_trainer(actor: MegatronActor, candidate: Path, tokenizer_dir: 
             except LogprobMismatchError as error:
                 mismatch, worst = str(error), None
             count = sum(parameter.numel() for parameter in model.parameters())
-            report = replace(report, num_parameters=count, compared_with="the trainer's", max_logprob_difference=worst)
+            report = replace(report, num_parameters=count, max_logprob_difference=worst)
     if mismatch := comm.broadcast(mismatch):
         names = [name for part in gather_everyone(comm, actor.other_tensors(candidate)) for name in part]
         raise CheckpointError(f"{mismatch}; {_named(names)}")
@@ -189,7 +193,7 @@ def _compare_tensors_with_trainer(actor: MegatronActor, candidate: Path, tokeniz
             if comm.is_main:
                 report = _checked(candidate, actor.architecture, tokenizer_dir)
                 count = compare_tensors(candidate, actor.architecture, weights, None)
-                report = replace(report, num_parameters=count, compared_with="the trainer's (too large to run here)")
+                report = replace(report, num_parameters=count, tensors_compared=True)
         finally:
             for _ in weights:
                 pass

@@ -19,6 +19,8 @@ Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.1"
 GATE, UP = f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight"
 QUERY, KEY, OUTPUT = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "qko")
+MODEL = tiny_model("llama", tied=False, head_dim=2)
+"""12 heads of 2 in 4 groups, of a hidden size of 24: the output projection is square."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -26,7 +28,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One model as a Hugging Face folder, and converted to a Megatron checkpoint."""
     folder = tmp_path_factory.mktemp("models")
-    tiny_model("llama", tied=False).save_pretrained(folder / "hf")
+    MODEL.save_pretrained(folder / "hf")
     (folder / "hf" / "tokenizer.json").write_text('{"vocab": 1, "merges": 2}')
     (folder / "hf" / "chat_template.jinja").write_text("{{ messages }}")
     assert run("convert", folder / "hf", folder / "megatron", "--to", "torch_dist") == 0
@@ -130,7 +132,7 @@ def test_one_flipped_bit_is_found_with_its_place(models: Path, tmp_path: Path, c
     assert code == 1
     assert not found["same"]
     (fault,) = [finding for finding in found["tensors"] if finding["verdict"] != "equal"]
-    before = tensors_of(tiny_model("llama", tied=False))[OUTPUT][3, 5]
+    before = tensors_of(MODEL)[OUTPUT][3, 5]
     assert fault["name"] == OUTPUT
     assert fault["second"] == {"shape": [24, 24], "dtype": "float32"}
     assert fault["difference"]["count"] == 1
