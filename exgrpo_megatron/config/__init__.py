@@ -10,6 +10,7 @@ from __future__ import annotations
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
+    Fp8Config,
     MegatronConfig,
     MegatronOptimizerConfig,
     OptimizerConfig,
@@ -77,6 +78,7 @@ __all__ = [
     "EnvConfig",
     "EvalConfig",
     "ExperienceConfig",
+    "Fp8Config",
     "GRPOConfig",
     "GenerationConfig",
     "LoggerConfig",

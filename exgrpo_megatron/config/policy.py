@@ -125,6 +125,20 @@ class PolicyConfig(Section):
         return -(-self.max_total_sequence_length // self.padded_to) * self.padded_to
 
     @model_validator(mode="after")
+    def _transformer_engine_has_bfloat16(self) -> PolicyConfig:
+        layout = self.megatron_cfg
+        for name, asked in (
+            ("fp8_cfg.enabled = true", layout.fp8_cfg.enabled),
+            ("transformer_impl = transformer_engine", layout.transformer_impl == "transformer_engine"),
+        ):
+            if asked and self.precision == "float32":
+                raise ValueError(
+                    f"megatron_cfg.{name} needs policy.precision = bfloat16 (it is float32): Transformer Engine's "
+                    "fused attention has no float32"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_rule_for_micro_batches(self) -> PolicyConfig:
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
             raise ValueError(

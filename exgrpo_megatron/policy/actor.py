@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -20,7 +21,7 @@ from exgrpo_kernels.fused import OutputHead
 from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
-from exgrpo_megatron.policy import backend, checkpoint, schedule
+from exgrpo_megatron.policy import backend, checkpoint, layers, schedule
 from exgrpo_megatron.policy.batch import BatchRule, MicroBatch, in_input_order, loss_inputs, micro_batches, pairs
 from exgrpo_megatron.policy.head import output_head
 from exgrpo_megatron.policy.model import ResponseModel, load_model
@@ -73,6 +74,11 @@ class MegatronActor:
     def device(self) -> torch.device:
         return next(self._gpt[0].parameters()).device
 
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of a prompt and its response, at most."""
+        return min(self._policy.max_total_sequence_length, self.architecture.max_positions)
+
     def score(self, sequences: Sequence[tuple[TokenIds, TokenIds]], temperature: float) -> list[ScoredSequence]:
         """Log-prob and entropy of every response token under softmax(logits / temperature), in the order given.
 
@@ -87,6 +93,10 @@ class MegatronActor:
         logprobs = in_input_order(batches, [output["logprobs"] for output in outputs])
         entropies = in_input_order(batches, [output["entropies"] for output in outputs])
         return [ScoredSequence(*arrays) for arrays in zip(logprobs, entropies, strict=True)]
+
+    def without_fp8(self) -> AbstractContextManager[None]:
+        """Inside, `score` computes in the precision of the weights."""
+        return layers.without_fp8(self._gpt)
 
     def update(
         self,
@@ -152,6 +162,11 @@ class MegatronActor:
     def weight_manifest(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight that `export_weights` gives; nothing is exchanged."""
         return self._weights.manifest()
+
+    def other_tensors(self, folder: Path) -> list[str]:
+        """The tensors of a Hugging Face folder that are not the policy's, as far as this rank has them (its part of the
+        layers and matrices); nothing is exchanged."""
+        return self._weights.other_tensors(folder)
 
     def save(self, folder: Path) -> None:
         """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.

@@ -14,10 +14,12 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The maximum of no columns. Finite, so that differences of two maxima are never inf - inf."""
 FLOOR = tl.constexpr(-1000.0)
 """2 to the power of anything below is 0 in float32: products with such an exponent take this finite one instead."""
+EDGE = tl.constexpr(16)
+"""Rows are read in whole blocks of this many columns, which is what the compiler knows to be aligned, and a rest."""
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["vocab_start"])
+@triton.jit(do_not_specialize=["vocab_start", "valid"])
 def statistics_kernel(
     logits,
     targets,
@@ -40,26 +42,37 @@ def statistics_kernel(
     target = tl.load(logits + column * column_stride, mask=here, other=float("nan")).to(tl.float32)
 
     tile = VECTORS * LANES * WIDTH
-    offsets = _tile_offsets(VECTORS, LANES, WIDTH)
+    offsets = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     maxima = tl.full([LANES], LOWEST, tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     moments = tl.zeros([LANES], tl.float32)
     whole_tiles = valid // tile * tile
-    # Whole tiles need no mask: with one, the loads would be scalar wherever `valid` is not a multiple of WIDTH.
+    # No mask here, and below one that ends at a multiple of EDGE: otherwise the loads would be of single columns.
     for start in range(0, whole_tiles, tile):
-        values = tl.load(logits + (start + offsets) * column_stride).to(tl.float32)
-        maxima, sums, moments = _accumulate(values, maxima, sums, moments, scale)
-    if whole_tiles < valid:
-        columns = whole_tiles + offsets
-        values = tl.load(logits + columns * column_stride, mask=columns < valid, other=float("-inf")).to(tl.float32)
-        maxima, sums, moments = _accumulate(values, maxima, sums, moments, scale)
+        values = ()
+        for vector in tl.static_range(VECTORS):
+            columns = start + vector * LANES * WIDTH + offsets
+            values = values + (tl.load(logits + columns * column_stride).to(tl.float32),)  # noqa: RUF005
+        maxima, sums, moments = _accumulate(values, maxima, sums, moments, scale, VECTORS)
+    whole_blocks = valid // EDGE * EDGE
+    for start in range(whole_tiles, whole_blocks, LANES * WIDTH):
+        columns = start + offsets
+        pointers = logits + columns * column_stride
+        values = tl.load(pointers, mask=columns < whole_blocks, other=float("-inf")).to(tl.float32)
+        maxima, sums, moments = _accumulate((values,), maxima, sums, moments, scale, 1)
+    edge = whole_blocks + tl.arange(0, EDGE)
+    rest = tl.load(logits + edge * column_stride, mask=edge < valid, other=float("-inf")).to(tl.float32)
 
-    maximum = tl.max(maxima, axis=0)
-    total, moment = _rescaled(sums, moments, maxima - maximum, scale)
+    maximum = tl.maximum(tl.max(maxima, axis=0), tl.max(rest, axis=0))
+    sums, moments = _rescaled(sums, moments, maxima - maximum, scale)
+    exponents = (rest - maximum) * scale
+    weights = tl.exp2(exponents)
+    total = tl.sum(sums, axis=0) + tl.sum(weights, axis=0)
+    moment = tl.sum(moments, axis=0) + tl.sum(weights * tl.maximum(exponents, FLOOR), axis=0)
     statistics += row * 4
     tl.store(statistics, maximum)
-    tl.store(statistics + 1, tl.sum(total, axis=0))
-    tl.store(statistics + 2, tl.sum(moment, axis=0) * LN2)
+    tl.store(statistics + 1, total)
+    tl.store(statistics + 2, moment * LN2)
     tl.store(statistics + 3, target)
 
 
@@ -180,7 +193,7 @@ def merge_kernel(
         tl.store(entropies + rows, entropy, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_start"])
+@triton.jit(do_not_specialize=["num_rows", "vocab_start", "valid", "num_columns"])
 def gradient_kernel(
     logits,
     targets,
@@ -192,9 +205,8 @@ def gradient_kernel(
     valid,
     num_columns,
     scale,
-    VECTORS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """One program a row: the gradient of the logits, in their place; 0 in columns from `valid` on."""
     row = tl.program_id(0).to(tl.int64)
@@ -208,46 +220,55 @@ def gradient_kernel(
     # `base` is all of the entropy's coefficient where log p = -H, so all three are 0 only where both gradients are.
     # Of such a row nothing is read, and zeros are written.
     readable = tl.where((base == 0) & (slope == 0) & (target_gradient == 0), 0, valid)
-    # 32 bits: columns of one row. A target of another rank is below 0 or from `valid` on; padding is masked anyway.
+    # 32 bits, as columns of one row are.
     target = tl.load(targets + row).to(tl.int64) - vocab_start
     target = tl.where((target >= 0) & (target < valid), target, -1).to(tl.int32)
 
-    tile = VECTORS * LANES * WIDTH
-    offsets = _tile_offsets(VECTORS, LANES, WIDTH)
-    whole_tiles = readable // tile * tile
-    for start in range(0, whole_tiles, tile):
+    offsets = tl.arange(0, TILE)
+    whole_tiles = readable // TILE * TILE
+    for start in range(0, whole_tiles, TILE):
         columns = start + offsets
         pointers = logits + columns * column_stride
-        values = tl.load(pointers).to(tl.float32)
-        gradient = _gradient(values, maximum, log2_sum, base, slope, scale)
-        gradient += tl.where(columns == target, target_gradient, 0.0)
-        tl.store(pointers, gradient.to(logits.dtype.element_ty))
-    for start in range(whole_tiles, num_columns, tile):
+        gradient = _gradient(tl.load(pointers), columns, target, maximum, log2_sum, base, slope, target_gradient, scale)
+        tl.store(pointers, gradient)
+    offsets = tl.arange(0, TAIL)
+    whole_blocks = readable // EDGE * EDGE
+    for start in range(whole_tiles, whole_blocks, TAIL):
         columns = start + offsets
         pointers = logits + columns * column_stride
-        values = tl.load(pointers, mask=columns < readable, other=float("-inf")).to(tl.float32)
-        gradient = _gradient(values, maximum, log2_sum, base, slope, scale)
-        gradient += tl.where(columns == target, target_gradient, 0.0)
-        gradient = tl.where(columns < readable, gradient, 0.0)
-        tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=columns < num_columns)
+        inside = columns < whole_blocks
+        values = tl.load(pointers, mask=inside)
+        gradient = _gradient(values, columns, target, maximum, log2_sum, base, slope, target_gradient, scale)
+        tl.store(pointers, gradient, mask=inside)
+    edge = whole_blocks + tl.arange(0, EDGE)
+    pointers = logits + edge * column_stride
+    values = tl.load(pointers, mask=edge < readable, other=0.0)
+    gradient = _gradient(values, edge, target, maximum, log2_sum, base, slope, target_gradient, scale)
+    tl.store(pointers, tl.where(edge < readable, gradient, 0.0), mask=edge < num_columns)
+    padding = whole_blocks + EDGE
+    padding_blocks = num_columns // EDGE * EDGE
+    for start in range(padding, padding_blocks, TAIL):
+        columns = start + offsets
+        zeros = tl.zeros([TAIL], logits.dtype.element_ty)
+        tl.store(logits + columns * column_stride, zeros, mask=columns < padding_blocks)
+    edge = padding_blocks + tl.arange(0, EDGE)
+    zeros = tl.zeros([EDGE], logits.dtype.element_ty)
+    tl.store(logits + edge * column_stride, zeros, mask=(edge >= padding) & (edge < num_columns))
 
 
 @triton.jit
-def _tile_offsets(VECTORS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    vectors = tl.arange(0, VECTORS)[:, None, None] * (LANES * WIDTH)
-    return vectors + tl.arange(0, LANES)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-
-
-@triton.jit
-def _accumulate(values, maxima, sums, moments, scale):
-    """Statistics of each lane with the values of one more tile; exponents are relative to the lane's maximum."""
-    new_maxima = tl.maximum(maxima, tl.max(tl.max(values, axis=2), axis=0))
+def _accumulate(values, maxima, sums, moments, scale, VECTORS: tl.constexpr):
+    """Statistics of each lane with VECTORS more [LANES, WIDTH] values; exponents are relative to the lane's maximum."""
+    new_maxima = maxima
+    for vector in tl.static_range(VECTORS):
+        new_maxima = tl.maximum(new_maxima, tl.max(values[vector], axis=1))
     sums, moments = _rescaled(sums, moments, maxima - new_maxima, scale)
-    exponents = (values - new_maxima[None, :, None]) * scale
-    weights = tl.exp2(exponents)
-    sums += tl.sum(tl.sum(weights, axis=2), axis=0)
-    # A logit of -inf has weight 0, and its share of the moment is the limit 0, not 0 * inf.
-    moments += tl.sum(tl.sum(weights * tl.maximum(exponents, FLOOR), axis=2), axis=0)
+    for vector in tl.static_range(VECTORS):
+        exponents = (values[vector] - new_maxima[:, None]) * scale
+        weights = tl.exp2(exponents)
+        sums += tl.sum(weights, axis=1)
+        # A logit of -inf has weight 0, and its share of the moment is the limit 0, not 0 * inf.
+        moments += tl.sum(weights * tl.maximum(exponents, FLOOR), axis=1)
     return new_maxima, sums, moments
 
 
@@ -314,10 +335,11 @@ def _store_coefficients(
 
 
 @triton.jit
-def _gradient(values, maximum, log2_sum, base, slope, scale):
-    """p (base + slope log2 p)."""
-    exponents = (values - maximum) * scale - log2_sum
-    return tl.exp2(exponents) * (base + slope * tl.maximum(exponents, FLOOR))
+def _gradient(values, columns, target, maximum, log2_sum, base, slope, target_gradient, scale):
+    """p (base + slope log2 p), and more at the target; in the type of the logits."""
+    exponents = (values.to(tl.float32) - maximum) * scale - log2_sum
+    gradient = tl.exp2(exponents) * (base + slope * tl.maximum(exponents, FLOOR))
+    return (gradient + tl.where(columns == target, target_gradient, 0.0)).to(values.dtype)
 
 
 @triton.jit

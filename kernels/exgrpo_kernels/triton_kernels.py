@@ -73,7 +73,7 @@ def row_statistics(
     rows = logits.shape[0]
     statistics = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
     if rows:
-        tile = tile_for(valid, logits.element_size())
+        tile = tile_for(logits, valid)
         with _device_of(logits):
             triton_jit.statistics_kernel[(rows,)](
                 logits,
@@ -84,7 +84,10 @@ def row_statistics(
                 vocab_start,
                 valid,
                 _scale(temperature),
-                **_tile_arguments(tile, logits.element_size()),
+                VECTORS=tile.vectors,
+                LANES=32 * tile.num_warps,
+                WIDTH=16 // logits.element_size(),
+                num_warps=tile.num_warps,
             )
     return statistics
 
@@ -178,15 +181,20 @@ def write_gradient(
     _write_gradient(logits, coefficients, targets, temperature, valid, vocab_start)
 
 
-def tile_for(columns: int, itemsize: int) -> Tile:
-    """The largest tile of which a row has at least two; the smallest where it has not.
+def tile_for(logits: Tensor, columns: int) -> Tile:
+    """The largest tile of which a row of `columns` has at least two; the smallest where it has not.
 
     Nothing is tried out at run time. What a row needs is enough bytes under way to hide the latency of memory: about
     25 to 35 KB a multiprocessor at 3.4 to 4.8 TB/s. Eight warps with four 16-byte loads each are 16 KB a program, and
-    three to five programs fit a multiprocessor by their registers. Smaller rows take smaller tiles, since columns
-    beyond the last whole tile are read under a mask.
+    four programs fit a multiprocessor by their registers. Smaller rows take smaller tiles, since columns beyond the
+    last whole tile are read with fewer loads under way.
+
+    Rows that do not begin at multiples of 16 elements are read column by column, for which the smallest tile has
+    registers enough: correct, and slow. Vocabularies padded to a multiple of 16 on every rank never are.
     """
-    return next((tile for tile in TILES if 2 * tile.columns(itemsize) <= columns), TILES[-1])
+    aligned = logits.stride(1) == 1 and logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
+    tiles = TILES if aligned else TILES[-1:]
+    return next((tile for tile in tiles if 2 * tile.columns(logits.element_size()) <= columns), TILES[-1])
 
 
 def _write_gradient(
@@ -197,7 +205,7 @@ def _write_gradient(
         return
     if _overlaps(logits):
         raise ValueError(f"logits cannot be written in place: elements overlap, their strides are {logits.stride()}")
-    tile = tile_for(columns, logits.element_size())
+    tile = tile_for(logits, columns)
     with _device_of(logits):
         triton_jit.gradient_kernel[(rows,)](
             logits,
@@ -210,7 +218,9 @@ def _write_gradient(
             valid,
             columns,
             _scale(temperature),
-            **_tile_arguments(tile, logits.element_size()),
+            TILE=tile.columns(logits.element_size()),
+            TAIL=tile.columns(logits.element_size()) // tile.vectors,
+            num_warps=tile.num_warps,
         )
 
 
@@ -257,15 +267,6 @@ def _per_token(inputs: LossInputs) -> tuple[Tensor | None, ...]:
 
 def _float32(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.float().contiguous()
-
-
-def _tile_arguments(tile: Tile, itemsize: int) -> dict[str, int]:
-    return {
-        "VECTORS": tile.vectors,
-        "LANES": 32 * tile.num_warps,
-        "WIDTH": 16 // itemsize,
-        "num_warps": tile.num_warps,
-    }
 
 
 def _overlaps(tensor: Tensor) -> bool:
