@@ -253,8 +253,9 @@ def launch(
 
 @app.command()
 def convert(
+    context: typer.Context,
     src: Annotated[Path, typer.Argument(help="Checkpoint; its format is told by what is in it.", show_default=False)],
-    dst: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    dst: Annotated[Path, typer.Argument(help="Folder to write; with --check, to compare.", show_default=False)],
     to: Annotated[TargetFormat, typer.Option(help="Format to write.")] = TargetFormat.hf,
     config: Annotated[
         Path | None,
@@ -279,9 +280,23 @@ def convert(
         typer.Option("--unpickle", help="Allow pickles that can run code (mp_rank_XX files)."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion at DST.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Write nothing: compare SRC and DST, of any formats. Exit code 1 if not the same."
+        ),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --check: everything found, as JSON.")] = False,
 ) -> None:
-    """Convert weights between Hugging Face, Megatron and NeMo 2 formats, without a GPU."""
+    """Convert weights between Hugging Face, Megatron and NeMo 2 formats, without a GPU; or compare two checkpoints."""
     quiet_libraries()
+    if check:
+        from exgrpo_megatron.check_command import check_and_report, refuse_options  # noqa: PLC0415
+
+        refuse_options(context, {"src", "dst", "config", "unpickle", "check", "json"})
+        raise typer.Exit(0 if check_and_report(src, dst, config=config, unpickle=unpickle, as_json=json) else 1)
+    if json:
+        raise ConfigError("--json is for --check")
     from exgrpo_megatron.convert_command import convert_and_report, make_target  # noqa: PLC0415
 
     target = make_target(to.value, dst, dtype, max_shard_size, make_vocab_size_divisible_by, tensor_parallel, overwrite)

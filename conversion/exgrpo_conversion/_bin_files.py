@@ -79,7 +79,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
             f"{path} is refused: it holds other things than tensors, and reading it could run code of its author; "
             "take the safetensors files of this model"
         ) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = str(error).split("\n")[0]
         raise ModelFolderError(f"{path} is no complete weights file ({reason}): download it again") from error
     if not isinstance(content, dict) or not all(

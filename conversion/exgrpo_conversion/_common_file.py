@@ -35,8 +35,10 @@ def read_common(path: Path) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ModelFolderError(f"{path} is missing: the checkpoint is incomplete") from None
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFolderError(f"{path} is damaged or refused: {str(error).splitlines()[0]}") from error
+    except pickle.UnpicklingError as error:
+        raise ModelFolderError(f"{path} is refused: reading it could run code of its author") from error
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFolderError(f"{path} is damaged: {str(error).splitlines()[:1]}") from error
     if not isinstance(content, dict):
         raise ModelFolderError(f"{path} holds a {type(content).__name__}, not a dictionary")
     return content

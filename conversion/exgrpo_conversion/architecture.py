@@ -199,9 +199,14 @@ def _rope_scaling(key: str, rope: Mapping[str, Any]) -> Llama3RopeScaling | None
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise UnsupportedModelError(key, value, "a positive integer")
+    most = _MAX_LAYERS if key == "num_hidden_layers" else _MAX_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise UnsupportedModelError(key, value, f"a positive integer up to {most}")
     return value
+
+
+# The list of a model's tensors is as long as a config.json says, which may come from anyone.
+_MAX_LAYERS, _MAX_SIZE = 10_000, 2**31 - 1
 
 
 def _positive_float(key: str, value: object) -> float:

@@ -24,15 +24,15 @@ def file_inside(folder: Path, name: object, says: str = "") -> Path:
     try:
         target = path.resolve(strict=True)
     except FileNotFoundError:
-        raise ModelFolderError(f"{path} is missing: the folder is incomplete") from None
+        raise ModelFolderError(f"{said}{path} is missing: the folder is incomplete") from None
     except (OSError, RuntimeError) as error:
-        raise ModelFolderError(f"{path} cannot be followed: {error}") from None
+        raise ModelFolderError(f"{said}{path} cannot be followed: {error}") from None
     if not target.is_relative_to(_real_home(folder)):
         raise ModelFolderError(
-            f"{path} is a link out of the folder, to {target}: copy the file, or give the folder it is in"
+            f"{said}{path} is a link out of the folder, to {target}: copy the file, or give the folder it is in"
         )
     if not target.is_file():
-        raise ModelFolderError(f"{path} is no regular file")
+        raise ModelFolderError(f"{said}{path} is no regular file")
     return path
 
 

@@ -250,12 +250,19 @@ def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | 
     _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
 
 
-def _copy(patterns: tuple[str, ...], source_dir: Path, folder: Path) -> None:
-    for pattern in patterns:
-        for path in source_dir.glob(pattern):
-            if path.is_file():
-                file_inside(source_dir, path.name)  # a link could bring any file of this machine into the export
-                shutil.copyfile(path, folder / path.name)
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the files of a folder that go with the tokenizer and the chat template."""
+    return _matching(_TOKENIZER_FILES, folder)
+
+
+def _copy(patterns: tuple[str, ...], source: Path, folder: Path) -> None:
+    for name in _matching(patterns, source):
+        # A link could bring any file of this machine into the export.
+        shutil.copyfile(file_inside(source, name), folder / name)
+
+
+def _matching(patterns: tuple[str, ...], folder: Path) -> list[str]:
+    return sorted({path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
 def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
