@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from exgrpo_kernels.linear import default_chunk_rows, linear_logprobs, linear_loss, linear_score
+from exgrpo_kernels.chunk_size import default_chunk_rows
+from exgrpo_kernels.linear import linear_logprobs, linear_loss, linear_score
 from exgrpo_kernels.logits import logits_loss
 from exgrpo_kernels.plain import plain_logprobs, plain_loss
 from exgrpo_kernels.reference import Objective
@@ -31,9 +32,16 @@ Form = Literal["auto", "reference", "logits", "linear"]
 
 
 def score(
-    hidden: Float[Tensor, "tokens hidden"], head: OutputHead, targets: Int[Tensor, " tokens"], *, form: Form = "auto"
+    hidden: Float[Tensor, "tokens hidden"],
+    head: OutputHead,
+    targets: Int[Tensor, " tokens"],
+    *,
+    form: Form = "auto",
+    chunk_size: int | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log-prob of each target and entropy (nats) under softmax(logits / temperature), without gradients.
+
+    `chunk_size`: tokens of a chunk of the linear form; None: `default_chunk_rows`.
 
     Raises:
         RuntimeError: a target is not below `head.valid_vocab`.
@@ -42,7 +50,7 @@ def score(
     with torch.no_grad():
         if form == "reference":
             return plain_logprobs(hidden, head, targets)
-        return linear_score(hidden, head, targets, chunk_rows=_chunk_rows(hidden, head, form))
+        return linear_score(hidden, head, targets, chunk_rows=_chunk_rows(hidden, head, form, chunk_size))
 
 
 def token_loss(
@@ -52,18 +60,26 @@ def token_loss(
     objective: Objective,
     *,
     form: Form = "auto",
+    chunk_size: int | None = None,
 ) -> FusedLoss:
     """The loss of the tokens, with exact gradients of `hidden` and `head.weight`, which can be asked for once.
 
-    Collective over `head.group`, whose ranks must all call with the same tokens. Raises as `score` does.
+    Collective over `head.group`, whose ranks must all call with the same tokens. `chunk_size` and what is raised:
+    as in `score`.
     """
     if form == "reference":
         return plain_loss(hidden, head, inputs, objective)
-    return linear_loss(hidden, head, inputs, objective, chunk_rows=_chunk_rows(hidden, head, form))
+    rows = _chunk_rows(hidden, head, form, chunk_size)
+    return linear_loss(hidden, head, inputs, objective, chunk_rows=rows)
 
 
 def logprobs(
-    hidden: Float[Tensor, "tokens hidden"], head: OutputHead, targets: Int[Tensor, " tokens"], *, form: Form = "auto"
+    hidden: Float[Tensor, "tokens hidden"],
+    head: OutputHead,
+    targets: Int[Tensor, " tokens"],
+    *,
+    form: Form = "auto",
+    chunk_size: int | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log-prob of each target and entropy, with exact gradients, for losses that `token_loss` does not have.
 
@@ -71,8 +87,10 @@ def logprobs(
     """
     if form == "reference":
         return plain_logprobs(hidden, head, targets)
-    return linear_logprobs(hidden, head, targets, chunk_rows=_chunk_rows(hidden, head, form))
+    return linear_logprobs(hidden, head, targets, chunk_rows=_chunk_rows(hidden, head, form, chunk_size))
 
 
-def _chunk_rows(hidden: Tensor, head: OutputHead, form: Form) -> int:
-    return max(1, len(hidden)) if form == "logits" else default_chunk_rows(hidden.shape[1], len(head.weight))
+def _chunk_rows(hidden: Tensor, head: OutputHead, form: Form, chunk_size: int | None) -> int:
+    if form == "logits":
+        return max(1, len(hidden))
+    return default_chunk_rows(hidden.shape[1], len(head.weight)) if chunk_size is None else chunk_size

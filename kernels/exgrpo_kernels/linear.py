@@ -18,10 +18,6 @@ from exgrpo_kernels.chunks import Chunks, Gradients
 from exgrpo_kernels.reference import Objective
 from exgrpo_kernels.types import FusedLoss, LossInputs, OutputHead, TokenLoss
 
-# Logits of a chunk: at least this many (16 MiB in float32), so that few tokens of a small vocabulary are one chunk.
-_LEAST_ELEMENTS = 1 << 22
-_MOST_ROWS = 1024
-
 
 def linear_loss(
     hidden: Tensor, head: OutputHead, inputs: LossInputs, objective: Objective, *, chunk_rows: int
@@ -44,14 +40,6 @@ def linear_score(hidden: Tensor, head: OutputHead, targets: Tensor, *, chunk_row
     check_targets(targets, head.valid_vocab)
     chunks = Chunks(hidden, head.weight, head, chunk_rows)
     return chunks.logprob_entropy(_all_statistics(chunks, targets))
-
-
-def default_chunk_rows(hidden: int, columns: int) -> int:
-    """Tokens of a chunk: their logits take half the space of the weight's gradient, or 16 MiB if that is more.
-
-    Small enough not to matter beside that gradient, large enough for the products to run at full speed. At most 1024.
-    """
-    return min(_MOST_ROWS, max(1, hidden // 2, _LEAST_ELEMENTS // max(1, columns)))
 
 
 def check_targets(targets: Tensor, valid_vocab: int) -> None:

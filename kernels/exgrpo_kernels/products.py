@@ -64,7 +64,7 @@ def add_weight_gradient(
 
 
 def for_products(
-    gradient: Float[Tensor, "rows columns"], weight: Float[Tensor, "..."]
+    gradient: Float[Tensor, "rows columns"], weight: Float[Tensor, "columns hidden"]
 ) -> Float[Tensor, "rows columns"]:
     """The gradient of the logits in the precision that the two products of the backward pass read it in."""
     return gradient.to(weight.dtype) if gradient.is_cuda else gradient
