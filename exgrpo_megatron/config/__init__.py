@@ -29,7 +29,13 @@ from exgrpo_megatron.config.objective import (
     VariantName,
     whole_share,
 )
-from exgrpo_megatron.config.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig, TokenizerConfig
+from exgrpo_megatron.config.policy import (
+    DynamicBatchingConfig,
+    LossKernel,
+    PolicyConfig,
+    SequencePackingConfig,
+    TokenizerConfig,
+)
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE, AgreementConfig, GenerationConfig, VllmConfig
 from exgrpo_megatron.config.run import (
     CheckpointConfig,
@@ -77,6 +83,7 @@ __all__ = [
     "GenerationConfig",
     "LoggerConfig",
     "LossConfig",
+    "LossKernel",
     "MathEnvConfig",
     "MegatronConfig",
     "MegatronOptimizerConfig",

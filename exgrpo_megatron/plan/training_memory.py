@@ -1,4 +1,4 @@
-"""Bytes of training on one rank of each pipeline stage: weights, gradients, optimizer, activations, logits."""
+"""Bytes of training on one rank of each pipeline stage: weights, gradients, optimizer, activations, loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.config import MegatronConfig
-from exgrpo_megatron.plan.activations import TokenLayout, boundary_bytes, head_bytes, layer_bytes, logits_bytes
+from exgrpo_megatron.plan.activations import TokenLayout, boundary_bytes, head_bytes, layer_bytes, loss_bytes
 from exgrpo_megatron.plan.buffers import Buffer, overlap_bucket_size, plain_buffer, shared_buffer
 from exgrpo_megatron.plan.parameters import Parameter, Stage
 from exgrpo_megatron.plan.ranks import Ranks
@@ -42,8 +42,8 @@ class StepBytes:
     """Activations between forward and backward pass, nothing recomputed."""
     recomputed: int
     """The same with activation_checkpointing."""
-    logits: int
-    """Of the last stage, with their gradient."""
+    loss: int
+    """Of the last stage: logits, and the gradients made with them."""
     scoring: int
     """Of a forward-only pass: logits and one layer's work."""
 
@@ -84,8 +84,8 @@ def step_bytes(
     return StepBytes(
         kept=layers * layer + between,
         recomputed=layers * boundary + layer + between,
-        logits=logits_bytes(arch, train, backward=True) if stage.is_last else 0,
-        scoring=layer_bytes(arch, score) + (logits_bytes(arch, score, backward=False) if stage.is_last else 0),
+        loss=loss_bytes(arch, train, backward=True) if stage.is_last else 0,
+        scoring=layer_bytes(arch, score) + (loss_bytes(arch, score, backward=False) if stage.is_last else 0),
     )
 
 

@@ -102,11 +102,7 @@ def load(folder: Path, state: Checkpointed) -> int:
     Raises:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
     """
-    broken = f"cannot read the checkpoint {folder}"
-    for name in (sharded_files.METADATA_FILE, sharded_files.FORMAT_FILE):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
-    with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
+    with reading(folder):
         about = dist_checkpointing.load_common_state_dict(str(folder)).get("about", {})
         _refuse_other(folder, about, state)
         wanted = _sharded(state, is_loading=True, trained=about["version"] > 0)
@@ -130,6 +126,17 @@ def load(folder: Path, state: Checkpointed) -> int:
             folder, _layout(about), _layout(_about(state)),
         )  # fmt: skip
     return about["version"]
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Around reading a checkpoint; raises CheckpointError where it is incomplete or damaged."""
+    broken = f"cannot read the checkpoint {folder}"
+    for name in (sharded_files.METADATA_FILE, sharded_files.FORMAT_FILE):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
+    with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
+        yield
 
 
 def _about(state: Checkpointed) -> dict[str, Any]:

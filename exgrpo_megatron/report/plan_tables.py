@@ -52,7 +52,7 @@ def plan_lines(plan: Plan, source: str) -> list[str]:
     lines = [
         f"{plan.parameters:,} parameters in all, from {source}",
         f"an optimiser step has up to {plan.micro_batches} micro-batches on a data-parallel rank, of up to "
-        f"{train.positions:,} positions on a rank, with logits for up to {train.response_tokens:,}",
+        f"{train.positions:,} positions on a rank, with a loss for up to {train.response_tokens:,}",
         f"rollouts: room for {plan.rollout.kv_tokens:,} positions in the KV cache",
     ]
     if experience.questions:
@@ -86,7 +86,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, Callable[[StagePlan], int]]]:
         ("optimizer", lambda stage: stage.held.optimizer),
         (f"activations, {used}", recomputed if plan.recomputed else kept),
         (f"  (not in force: {unused})", kept if plan.recomputed else recomputed),
-        ("logits and their gradient", lambda stage: stage.step.logits),
+        ("logits and their gradients", lambda stage: stage.step.loss),
         ("rollout weights", lambda _: plan.rollout.weights),
         ("rollout KV cache", lambda _: plan.rollout.kv_cache),
     ]
