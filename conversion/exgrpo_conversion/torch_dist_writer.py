@@ -35,7 +35,8 @@ from exgrpo_conversion.torch_dist import COMMON_FILE, FORMAT_FILE, stacked_key
 
 
 class TorchDistWriter:
-    """Writes the parameters it is given into files of about `max_file_bytes`; holds none of them.
+    """Writes the parameters it is given into files of `max_file_bytes` (or one parameter, where it is larger) and a few
+    kB; holds none of them.
 
     `prefix` stands before every key ("module." in NeMo). An interrupted write leaves no `.metadata`, without which
     nothing takes the folder for a checkpoint.
@@ -102,8 +103,9 @@ class TorchDistWriter:
         self._places[MetadataIndex(self._prefix + key)] = _StorageInfo(self._name(), file.tell(), saved.tell())
         file.write(saved.getbuffer())
 
-    def _current(self) -> BinaryIO:
-        if self._file is not None and self._file.tell() >= self._max_file_bytes:
+    def _current(self, nbytes: int) -> BinaryIO:
+        """The file with room for so many bytes, or a new one."""
+        if self._file is not None and self._file.tell() and self._file.tell() + nbytes > self._max_file_bytes:
             self._close()
             self._count += 1
         if self._file is None:
