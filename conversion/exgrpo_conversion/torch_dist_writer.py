@@ -74,7 +74,7 @@ class TorchDistWriter:
         assert isinstance(entry, TensorStorageMetadata), "extra states have names of their own"
         assert (entry.properties.dtype, entry.size) == (dtype, size), f"{name} is not like the other layers"
         entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-        file = self._current()
+        file = self._current(sum(piece.nbytes for piece in pieces))
         place = _StorageInfo(self._name(), file.tell(), write_tensor(file, pieces, tuple(sizes)))
         self._places[MetadataIndex(self._prefix + key, offsets)] = place
 
@@ -98,8 +98,9 @@ class TorchDistWriter:
     def _add_empty_state(self, key: str) -> None:
         """What a module without a state of its own saves: a list of one None, as every rank's object is in a list."""
         self._tensors[self._prefix + key] = BytesStorageMetadata()
-        file, saved = self._current(), io.BytesIO()
+        saved = io.BytesIO()
         torch.save([None], saved)
+        file = self._current(saved.tell())
         self._places[MetadataIndex(self._prefix + key)] = _StorageInfo(self._name(), file.tell(), saved.tell())
         file.write(saved.getbuffer())
 
