@@ -110,7 +110,7 @@ def load(folder: Path, state: Checkpointed) -> int:
             wanted.pop("rng")
         loaded = dist_checkpointing.load(wanted, str(folder))
     for number, chunk in enumerate(state.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
+        chunk.load_state_dict({**_no_extra_state(chunk), **loaded[f"model{number}"]})
     if "optimizer" in loaded:
         steps = about.get("optimizer_steps", about["version"])
         optimizer_state.restore(state.optimizer, _parameters(state), loaded["optimizer"], steps)
@@ -178,7 +178,12 @@ def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = No
     """Megatron's sharded state: model, optimizer (if it was ever stepped), and this rank's generators."""
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     sharded: dict[str, Any] = {
-        f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(state.chunks)
+        f"model{number}": {
+            name: tensor
+            for name, tensor in chunk.sharded_state_dict(metadata=metadata).items()
+            if not name.endswith(_EXTRA_STATE)
+        }
+        for number, chunk in enumerate(state.chunks)
     }
     model = {f"{chunk}.{name}": tensor for chunk, tensors in sharded.items() for name, tensor in tensors.items()}
     if state.version > 0 if trained is None else trained:
@@ -192,6 +197,16 @@ def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = No
         "rng", None if is_loading else _rng_state(), (dist.get_world_size(),), (dist.get_rank(),)
     )
     return sharded
+
+
+_EXTRA_STATE = "_extra_state"
+"""What modules of Transformer Engine, and Megatron's in their place, keep beside weights: scales of past passes, which
+no FP8 recipe here has. Which modules have one depends on whose they are: it is left out."""
+
+
+def _no_extra_state(chunk: GPTModel) -> dict[str, None]:
+    """For loading, which misses them otherwise."""
+    return {name: None for name in chunk.state_dict() if name.endswith(_EXTRA_STATE)}
 
 
 def _refuse_other(folder: Path, about: dict[str, Any], state: Checkpointed) -> None:

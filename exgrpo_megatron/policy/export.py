@@ -170,7 +170,8 @@ def _compare_with_trainer(actor: MegatronActor, candidate: Path, tokenizer_dir: 
     if not comm.anywhere(device is not None):
         return _compare_read_again(actor, candidate, report)
     probes = probe_sequences(arch.vocab_size, actor.max_sequence_length)
-    scores = actor.score(probes, temperature=1.0)
+    with actor.without_fp8():
+        scores = actor.score(probes, temperature=1.0)
     with together(comm), _as_checkpoint_errors():
         if report is not None and device is not None:
             model = load_exported(candidate, None, device)

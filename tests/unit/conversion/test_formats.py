@@ -240,8 +240,7 @@ def test_no_other_file_runs_code(model: Path, tmp_path: Path) -> None:
     folder = distributed(tmp_path / "common", model, Namespace(num_layers=2, trap=_Calls(_write, trap)))
     open_source(folder, config=model).close()  # the function is not called, the rest is read
     torch.save({"args": Namespace(trap=_Calls(os.mkdir, trap))}, folder / "common.pt")
-    with pytest.raises(ModelFolderError, match=r"common\.pt is refused"):
-        open_source(folder, config=model)
+    open_source(folder, config=model).close()
     (folder / "common.pt").unlink()
     (folder / ".metadata").write_bytes(pickle.dumps(_Calls(_write, trap)))
     with pytest.raises(ModelFolderError, match=r"\.metadata"):
@@ -250,7 +249,7 @@ def test_no_other_file_runs_code(model: Path, tmp_path: Path) -> None:
     bins.mkdir()
     shutil.copy(model / "config.json", bins)
     torch.save({"model.norm.weight": _Calls(_write, trap)}, bins / "pytorch_model.bin")
-    with pytest.raises(ModelFolderError, match=r"pytorch_model\.bin is refused"):
+    with pytest.raises(ModelFolderError, match=r"pytorch_model\.bin.* is refused"):
         open_source(bins)
     assert not trap.exists()
 
@@ -315,7 +314,7 @@ def test_a_bin_index_is_believed_as_little_as_another(model: Path, tmp_path: Pat
     with pytest.raises(ModelFolderError, match=rf"places tensor {name} in .*00002.*, which lacks it"):
         open_source(tmp_path)
     second.write_bytes(second.read_bytes()[:-100])
-    with pytest.raises(ModelFolderError, match="no complete weights file"):
+    with pytest.raises(ModelFolderError, match="they hold no whole archive"):
         open_source(tmp_path)
     second.unlink()
     with pytest.raises(ModelFolderError, match="is missing"):
