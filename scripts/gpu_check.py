@@ -261,25 +261,31 @@ def loss_inputs(device: str, sizes: Sizes) -> Any:
 
 
 def seconds(work: Callable[[], object], device: str, repeats: int) -> float:
-    """Median time of one call, after two that are not counted (the first compiles)."""
+    """Median time of one call. On a GPU of several at a time, so that it does not wait for the host in between, and
+    after two that are not counted (the first compiles)."""
+    timed = _seconds_on_gpu if device == "cuda" else _seconds_on_cpu
+    if device == "cuda":
+        work()
+        work()
+    return statistics.median(timed(work) for _ in range(repeats))
+
+
+def _seconds_on_gpu(work: Callable[[], object], calls: int = 5) -> float:
     import torch
 
-    for _ in range(2 if device == "cuda" else 0):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
         work()
-    times = []
-    for _ in range(repeats):
-        if device == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            begin = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def _seconds_on_cpu(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 def peak_of(work: Callable[[], object], device: str) -> int | None:

@@ -35,7 +35,8 @@ from exgrpo_conversion.torch_dist import COMMON_FILE, FORMAT_FILE, stacked_key
 
 
 class TorchDistWriter:
-    """Writes the parameters it is given into files of about `max_file_bytes`; holds none of them.
+    """Writes the parameters it is given into files of `max_file_bytes` (or one parameter, where it is larger) and a few
+    kB; holds none of them.
 
     `prefix` stands before every key ("module." in NeMo). An interrupted write leaves no `.metadata`, without which
     nothing takes the folder for a checkpoint.
@@ -73,7 +74,7 @@ class TorchDistWriter:
         assert isinstance(entry, TensorStorageMetadata), "extra states have names of their own"
         assert (entry.properties.dtype, entry.size) == (dtype, size), f"{name} is not like the other layers"
         entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-        file = self._current()
+        file = self._current(sum(piece.nbytes for piece in pieces))
         place = _StorageInfo(self._name(), file.tell(), write_tensor(file, pieces, tuple(sizes)))
         self._places[MetadataIndex(self._prefix + key, offsets)] = place
 
@@ -97,13 +98,15 @@ class TorchDistWriter:
     def _add_empty_state(self, key: str) -> None:
         """What a module without a state of its own saves: a list of one None, as every rank's object is in a list."""
         self._tensors[self._prefix + key] = BytesStorageMetadata()
-        file, saved = self._current(), io.BytesIO()
+        saved = io.BytesIO()
         torch.save([None], saved)
+        file = self._current(saved.tell())
         self._places[MetadataIndex(self._prefix + key)] = _StorageInfo(self._name(), file.tell(), saved.tell())
         file.write(saved.getbuffer())
 
-    def _current(self) -> BinaryIO:
-        if self._file is not None and self._file.tell() >= self._max_file_bytes:
+    def _current(self, nbytes: int) -> BinaryIO:
+        """The file with room for so many bytes, or a new one."""
+        if self._file is not None and self._file.tell() and self._file.tell() + nbytes > self._max_file_bytes:
             self._close()
             self._count += 1
         if self._file is None:

@@ -214,6 +214,31 @@ def _saying(where: str, settings: dict[str, Any], model: Path, folder: Path) -> 
     return folder
 
 
+@pytest.mark.parametrize(
+    ("said", "fits"),
+    [
+        ({}, True),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 8.0}, True),
+        ({"use_rope_scaling": False}, False),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, False),
+    ],
+)
+def test_a_stale_rotary_scaling_is_noticed(said: dict[str, Any], fits: bool, tmp_path: Path) -> None:
+    """No tensor tells: the config is of Llama 3.1, the checkpoint says it was trained with another scaling."""
+    model = tmp_path / "model"
+    tiny_model("llama", tied=False).save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config["rope_parameters"] |= {"rope_type": "llama3", "factor": 8.0, **llama3}
+    (model / "config.json").write_text(json.dumps(config))
+    folder = distributed(tmp_path / "checkpoint", model, Namespace(**said))
+    if fits:
+        open_source(folder, config=model).close()
+        return
+    with pytest.raises(ModelFolderError, match="rope_scaling"):
+        open_source(folder, config=model)
+
+
 def test_pickles_are_read_with_leave_only(model: Path, tmp_path: Path) -> None:
     arch, weights = weights_of(model)
     write_legacy(tmp_path / "ranks", arch, weights, tensor_parallel=1, stages=[[2]])
