@@ -110,7 +110,7 @@ def load(folder: Path, state: Checkpointed) -> int:
             wanted.pop("rng")
         loaded = dist_checkpointing.load(wanted, str(folder))
     for number, chunk in enumerate(state.chunks):
-        take_weights(chunk, loaded[f"model{number}"])
+        load_weights(chunk, loaded[f"model{number}"])
     if "optimizer" in loaded:
         steps = about.get("optimizer_steps", about["version"])
         optimizer_state.restore(state.optimizer, _parameters(state), loaded["optimizer"], steps)
@@ -140,16 +140,20 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def sharded_weights(chunk: GPTModel) -> dict[str, Any]:
-    """Megatron's sharded state of a chunk: weights and nothing else."""
+    """Megatron's sharded tensors of a chunk, by name; what they are loaded into is the chunk's own memory."""
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    state = chunk.sharded_state_dict(metadata=metadata)
-    return {name: tensor for name, tensor in state.items() if not name.endswith(_EXTRA_STATE)}
+    sharded = chunk.sharded_state_dict(metadata=metadata)
+    return {name: tensor for name, tensor in sharded.items() if not name.endswith(_EXTRA_STATE)}
 
 
-def take_weights(chunk: GPTModel, loaded: dict[str, Any]) -> None:
-    """Give a chunk what was loaded for its `sharded_weights`."""
-    left_out = {name: None for name in chunk.state_dict() if name.endswith(_EXTRA_STATE)}
-    chunk.load_state_dict({**left_out, **loaded})
+def load_weights(chunk: GPTModel, loaded: dict[str, Any]) -> None:
+    """Give a chunk the tensors for which `sharded_weights` was loaded."""
+    chunk.load_state_dict({name: None for name in chunk.state_dict() if name.endswith(_EXTRA_STATE)} | loaded)
+
+
+_EXTRA_STATE = "_extra_state"
+"""What modules of Transformer Engine, and Megatron's in their place, keep beside weights: scales of past passes, which
+no FP8 recipe here has. Which modules have one depends on whose they are: it is left out."""
 
 
 def _about(state: Checkpointed) -> dict[str, Any]:
@@ -202,11 +206,6 @@ def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = No
         "rng", None if is_loading else _rng_state(), (dist.get_world_size(),), (dist.get_rank(),)
     )
     return sharded
-
-
-_EXTRA_STATE = "_extra_state"
-"""What modules of Transformer Engine, and Megatron's in their place, keep beside weights: scales of past passes, which
-no FP8 recipe here has. Which modules have one depends on whose they are: it is left out."""
 
 
 def _refuse_other(folder: Path, about: dict[str, Any], state: Checkpointed) -> None:

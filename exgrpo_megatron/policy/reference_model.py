@@ -16,7 +16,7 @@ from exgrpo_conversion.mapping import manifest
 from exgrpo_megatron.config import PolicyConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.policy import backend
-from exgrpo_megatron.policy.checkpoint import reading, sharded_weights, take_weights
+from exgrpo_megatron.policy.checkpoint import load_weights, reading, sharded_weights
 from exgrpo_megatron.policy.model import build_chunks, tensors_other_than
 from exgrpo_megatron.types import TokenIds
 
@@ -40,7 +40,7 @@ class ReferenceModel:
         (self._model,) = build_chunks(arch, PolicyConfig(model_name=str(folder), precision="float32"))
         with reading(folder):
             loaded = dist_checkpointing.load({"model0": sharded_weights(self._model)}, str(folder))
-        take_weights(self._model, loaded["model0"])
+        load_weights(self._model, loaded["model0"])
         self._model.eval()
 
     @torch.no_grad()
@@ -56,8 +56,8 @@ class ReferenceModel:
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask[:, len(prompt) - 1 :] = True
         hidden = self._model(tokens, None, None, loss_mask=mask).squeeze(0)
-        logits = hidden @ self._model.output_weight[: self._arch.vocab_size].t()
-        return logits.log_softmax(-1)
+        logits = hidden @ self._model.output_weight.T
+        return logits[:, : self._arch.vocab_size].float().log_softmax(-1)
 
     def other_tensors(self, folder: Path, dtype: torch.dtype | None) -> list[str]:
         """The tensors of a Hugging Face folder that are not this model's as `dtype` (None: that of the folder)."""
