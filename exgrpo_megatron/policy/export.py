@@ -236,10 +236,11 @@ def _from_main(comm: Communicator, report: ExportReport | None) -> ExportReport:
 
 
 def _named(names: list[str]) -> str:
-    if not names:
-        return "every tensor is as it was trained: what differs is the model that config.json makes of them"
-    shown = ", ".join(list(dict.fromkeys(names))[:8])
-    return f"{len(set(names))} tensors are not as they were trained: {shown}{', ...' if len(set(names)) > 8 else ''}"
+    found = list(dict.fromkeys(names))
+    if not found:
+        return "every tensor is as it was trained, so what differs is the model that config.json makes of them"
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return f"not as trained: {', '.join(found[:8])}{more}"
 
 
 def _finish(report: ExportReport, dst: Path, options: ExportOptions) -> ExportReport:

