@@ -15,9 +15,9 @@ Three runs on a quiet machine of 2 cores, torch 2.13.0, megatron-core 0.16.1:
      1M   actor 225 to 229 ms, transformers 205 to 207 ms, ratio 1.09 to 1.11
     10M   actor 1771 to 1785 ms, transformers 1696 to 1732 ms, ratio 1.03 to 1.04
 
-Those are of the loss from logits by autograd. In chunks from the hidden states, the output layer and the loss alone took
-0.92 of that at 10M, 1.02 at 1M and half a millisecond more at the quickstart's size, in one run; of the whole step that
-is less than what two runs of the same code differ by on a busy machine (up to 5%).
+Those are of the loss from logits by autograd. In chunks from the hidden states, the output layer and the loss alone
+took 0.92 of that at 10M, 1.02 at 1M and half a millisecond more at the quickstart's size, in one run; of the whole step
+that is less than what two runs of the same code differ by on a busy machine (up to 5%).
 
 What the 20 ms of the small model are made of, timed piece by piece: Megatron keeps gate and up in one matrix, whose
 halves are strided for SiLU and put together again in the backward pass (4 ms); it cuts queries, keys and values from
