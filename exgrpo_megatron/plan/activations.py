@@ -26,6 +26,8 @@ from exgrpo_megatron.config import LossKernel
 from exgrpo_megatron.layout import VOCAB_MULTIPLE
 
 _FLOAT32 = 4
+# The reference is plain autograd: so many tensors of the size of the logits at a time, with and without gradients.
+_REFERENCE_LOSS, _REFERENCE_SCORE = 6, 5
 """Bytes."""
 
 
@@ -83,13 +85,13 @@ def loss_bytes(arch: Architecture, tokens: TokenLayout, *, backward: bool) -> in
     lower = tokens.number_bytes if tokens.number_bytes < _FLOAT32 else 0
     rows = _tokens_at_a_time(tokens, arch.hidden_size, columns)
     if not backward:
-        return rows * columns * _FLOAT32
+        return rows * columns * _FLOAT32 * (_REFERENCE_SCORE if tokens.loss_kernel == "reference" else 1)
     weight_gradient = columns * arch.hidden_size * _FLOAT32
     hidden_gradient = tokens.response_tokens * arch.hidden_size * tokens.number_bytes
     gradients = weight_gradient + hidden_gradient
-    if tokens.loss_kernel == "reference":  # by autograd: logits and gradient, hidden states and weight in float32
+    if tokens.loss_kernel == "reference":  # hidden states and weight are multiplied in float32
         copies = (columns + tokens.response_tokens) * arch.hidden_size * _FLOAT32 if lower else 0
-        return 2 * rows * columns * _FLOAT32 + copies + gradients
+        return _REFERENCE_LOSS * rows * columns * _FLOAT32 + copies + gradients
     return rows * columns * (_FLOAT32 + lower) + gradients
 
 

@@ -81,7 +81,8 @@ class Gradients:
         self._weight = None
         if weight:
             self._weight = torch.empty(chunks.num_columns, width, dtype=chunks.dtype, device=like.device)
-            self._weight[chunks.valid :] = 0
+            if chunks.valid < chunks.num_columns:
+                self._weight[chunks.valid :] = 0
 
     def __bool__(self) -> bool:
         return self._hidden is not None or self._weight is not None
@@ -107,17 +108,16 @@ class Gradients:
         """Both times the gradient from above; no longer kept here. The weight's goes to `main_grad` if there is one."""
         hidden, weight = self._hidden, self._weight
         self._hidden = self._weight = None
-        if hidden is not None:
-            hidden = _scale_(hidden, upstream)
+        # On a GPU, to look at the factor would be to wait for it.
+        factor = None if not upstream.is_cuda and upstream == 1 else upstream
+        if hidden is not None and factor is not None:
+            hidden.mul_(factor)
         if weight is None:
             return hidden, None
+        if factor is not None:
+            weight.mul_(factor)
         if head.main_grad is None:
-            return hidden, _scale_(weight, upstream).to(head.weight.dtype)
-        head.main_grad.addcmul_(weight, upstream.to(weight.dtype))
+            return hidden, weight.to(head.weight.dtype)
+        head.main_grad.add_(weight)
         del weight
         return hidden, torch.zeros_like(head.weight)
-
-
-def _scale_(tensor: Tensor, factor: Tensor) -> Tensor:
-    # On a GPU, to look at the factor would be to wait for it.
-    return tensor if factor.device.type == "cpu" and factor == 1 else tensor.mul_(factor)

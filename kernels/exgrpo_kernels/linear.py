@@ -43,12 +43,16 @@ def linear_score(hidden: Tensor, head: OutputHead, targets: Tensor, *, chunk_row
 
 
 def check_targets(targets: Tensor, valid_vocab: int) -> None:
-    """Without a wait for the device. A rank cannot tell a target of another rank's from one of nobody's later on.
+    """Without a wait for a GPU. A rank cannot tell a target of another rank's from one of nobody's later on.
 
     Raises:
         RuntimeError: a target is not below `valid_vocab`.
     """
-    torch._assert_async(((targets >= 0) & (targets < valid_vocab)).all(), "a target is not in the vocabulary")
+    if targets.is_cuda:
+        torch._assert_async(((targets >= 0) & (targets < valid_vocab)).all(), "a target is not in the vocabulary")
+    elif len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < valid_vocab:
+        found = f"from {int(targets.min())} to {int(targets.max())}"
+        raise RuntimeError(f"a target is not in the vocabulary: they must be in 0..{valid_vocab - 1}, found {found}")
 
 
 class _Loss(torch.autograd.Function):

@@ -25,6 +25,7 @@ class RowStatistics:
 
     maxima: Float[Tensor, " rows"]
     sums: Float[Tensor, " rows"]
+    log_sums: Float[Tensor, " rows"]
     logprobs: Float[Tensor, " rows"]
     entropies: Float[Tensor, " rows"]
 
@@ -54,11 +55,8 @@ def merge(partials: Float[Tensor, "ranks rows 4"], temperature: float) -> RowSta
         total = (sums * scale).sum(0)
         moment = ((moments + shift * sums) * scale).sum(0)
         target = targets.where(~targets.isnan(), -torch.inf).amax(0)
-    log_sum = total.log()
-    return RowStatistics(
-        maxima=common,
-        sums=total,
-        # (t - m) - log s keeps its digits where t - (m + log s) loses them to a large m.
-        logprobs=(target - common) / temperature - log_sum,
-        entropies=log_sum - moment / total,
-    )
+    log_sums, above = total.log(), target - common
+    if temperature != 1:
+        above.div_(temperature)
+    # (t - m) - log s keeps its digits where t - (m + log s) loses them to a large m.
+    return RowStatistics(common, total, log_sums, logprobs=above.sub_(log_sums), entropies=log_sums - moment / total)

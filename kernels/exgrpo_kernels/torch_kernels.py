@@ -7,7 +7,6 @@ beside the exponential. `triton_kernels` has the same functions for GPUs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -51,7 +50,7 @@ def row_statistics(
         torch.sum(exponentials, dim=1, out=part[:, 1])
         part[:, 2] = exponentials.mul_(exponents).sum(dim=1)
         part[:, 3] = block.gather(1, columns[rows, None]).squeeze(1)
-    partials[:, 3].masked_fill_(~own, torch.nan)
+    partials[:, 3] = partials[:, 3].where(own, torch.nan)
     return partials
 
 
@@ -80,11 +79,12 @@ def loss_and_gradient(
     Columns from `valid` on get a gradient of 0.
     """
     rows = merge(statistics, temperature)
-    slopes, terms = _slopes(rows.logprobs, inputs, objective, wanted=write_gradient)
+    terms = token_terms(rows.logprobs, inputs.old_logprobs, inputs.advantages, inputs.replayed, objective)
     loss = inputs.policy_weights * terms.policy_loss
     if inputs.entropy_weights is not None:
         loss = loss - inputs.entropy_weights * rows.entropies
     if write_gradient:
+        slopes = _slopes(terms, inputs, objective)
         bonus = None if inputs.entropy_weights is None else -inputs.entropy_weights
         _replace_by_gradient(logits, rows, targets, slopes, bonus, temperature, valid, vocab_start)
     return TokenLoss(rows.logprobs, rows.entropies, terms.log_ratio, loss, terms.clipped, terms.clamped)
@@ -110,15 +110,19 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _slopes(logprobs: Tensor, inputs: LossInputs, objective: Objective, *, wanted: bool) -> tuple[Tensor, TokenTerms]:
-    """d loss / d logprob of each token, by autograd of the definition if `wanted`, and its terms."""
-    with torch.set_grad_enabled(wanted):
-        leaf = logprobs.detach().requires_grad_(wanted)
-        terms = token_terms(leaf, inputs.old_logprobs, inputs.advantages, inputs.replayed, objective)
-        if not wanted:
-            return logprobs, terms
-        (slopes,) = torch.autograd.grad(terms.policy_loss, leaf, inputs.policy_weights.to(leaf.dtype))
-    return slopes, replace(terms, policy_loss=terms.policy_loss.detach())
+def _slopes(terms: TokenTerms, inputs: LossInputs, objective: Objective) -> Tensor:
+    """d loss / d logprob of each token, in closed form: -A w of a plain ratio w, -A f'(w) w = -A f(w) beta / (w + beta)
+    of a shaped one, 0 where the loss is flat."""
+    if objective.kind == "nll":
+        return -inputs.advantages * inputs.policy_weights
+    bound, beta = objective.max_abs_log_ratio, objective.shaping_beta
+    if objective.shaping:
+        ratio = terms.log_ratio.clamp(-bound, bound).exp_()
+        falling = terms.policy_loss * (beta / (ratio + beta))
+        slopes = falling.where(inputs.replayed, terms.policy_loss)
+    else:
+        slopes = terms.policy_loss.clone()
+    return slopes.masked_fill_(terms.clipped | terms.clamped, 0.0).mul_(inputs.policy_weights)
 
 
 def _replace_by_gradient(
@@ -136,16 +140,17 @@ def _replace_by_gradient(
     T d loss / dx_j = g ([j = target] - p_j) - h p_j (log p_j + H) = g [j = target] - exp(z_j) (a + h / s z_j)
     with a = (h (H - log s) + g) / s.
     """
-    logits[:, valid:] = 0
+    if valid < logits.shape[1]:
+        logits[:, valid:] = 0
     if valid == 0:
         return
-    factor = -1 / (statistics.sums * temperature)
+    factor = (-1 / temperature) / statistics.sums
     constant, linear = slopes * factor, None
     if entropy_slopes is not None:
         linear = entropy_slopes * factor
-        constant = constant + linear * (statistics.entropies - statistics.sums.log())
+        constant = constant + linear * (statistics.entropies - statistics.log_sums)
     own, columns = _own_targets(targets, start, valid)
-    at_target = (slopes / temperature).masked_fill_(~own, 0.0)
+    at_target = (slopes / temperature).where(own, 0.0)
     for rows in _blocks(logits.shape[0], valid):
         block = logits[rows, :valid]
         grad = _exponents(block, statistics.maxima[rows, None], temperature, reuse=True)

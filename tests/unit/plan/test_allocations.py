@@ -72,7 +72,7 @@ def test_activations_are_planned_to_a_tenth(folders, data_parallel, family, prec
 @pytest.mark.parametrize(("kernel", "chunk_size"), [("linear", 100), ("logits", None), ("reference", None)])
 def test_the_memory_of_a_loss_is_planned(folders, data_parallel, kernel, chunk_size):
     """The peak of what torch's allocator is asked for. Beside what is planned plain torch works on blocks of rows, up
-    to two of 4 MiB at a time; Triton needs none."""
+    to two of 4 MiB at a time, and autograd of the reference on a mask of the logits, 16 MB; Triton needs none."""
     arch = replace(make_actor(folders / "qwen2", data_parallel).architecture, vocab_size=8000)
     tokens, width = 2000, arch.hidden_size
     plan = loss_bytes(arch, TokenLayout(tokens, tokens, 1, False, 4, kernel, chunk_size), backward=True)
@@ -83,4 +83,4 @@ def test_the_memory_of_a_loss_is_planned(folders, data_parallel, kernel, chunk_s
         fused.token_loss(hidden, head, inputs, fused.Objective(), form=kernel, chunk_size=chunk_size).loss.backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    assert plan < peak < plan + (10 << 20)
+    assert plan < peak < plan + (26 << 20 if kernel == "reference" else 10 << 20)

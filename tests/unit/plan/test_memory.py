@@ -73,12 +73,12 @@ def test_the_loss_of_20000_tokens_of_7b_by_hand(kernel, chunk_size, logits):
     assert loss_bytes(QWEN_7B, tokens, backward=True) == logits * 76032 * 6 + 3584 * (76032 * 4 + 20_000 * 2)
 
 
-def test_the_reference_kernel_has_logits_and_gradient_and_everything_in_float32():
+def test_the_reference_kernel_has_six_times_the_logits_and_everything_in_float32():
     tokens = TokenLayout(20_000, 20_000, 2, False, 2, "reference")
     copies = 3584 * (76032 + 20_000) * 4
-    assert loss_bytes(QWEN_7B, tokens, backward=False) == 20_000 * 76032 * 4
+    assert loss_bytes(QWEN_7B, tokens, backward=False) == 5 * 20_000 * 76032 * 4
     gradients = 3584 * (76032 * 4 + 20_000 * 2)
-    assert loss_bytes(QWEN_7B, tokens, backward=True) == 2 * 20_000 * 76032 * 4 + copies + gradients
+    assert loss_bytes(QWEN_7B, tokens, backward=True) == 6 * 20_000 * 76032 * 4 + copies + gradients
 
 
 @pytest.mark.parametrize(
