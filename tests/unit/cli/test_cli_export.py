@@ -32,7 +32,7 @@ def test_the_newest_checkpoint_is_exported_as_the_run_does_at_its_end(exgrpo, tr
     assert result.code == 0, result.err
     found = re.search(r"log-probs within (\S+) of those of the checkpoint in Megatron-Core", result.out)
     assert float(found[1]) <= 1e-4
-    assert "397,056 parameters, the same tokenizer, every tensor bit for bit as trained" in result.out
+    assert "397,056 parameters; the same tokenizer; every tensor bit for bit as trained" in result.out
     folder = trained / "run" / "hf-step_000002"
     assert equal(tensors(folder), tensors(trained / "run" / "hf"))
     assert {path.name for path in folder.iterdir()} == {path.name for path in (trained / "run" / "hf").iterdir()}
@@ -42,7 +42,7 @@ def test_the_newest_checkpoint_is_exported_as_the_run_does_at_its_end(exgrpo, tr
 def test_a_step_a_dtype_and_a_place_can_be_chosen(exgrpo, trained):
     result = exgrpo("export", "run", "--step", 1, "--dtype", "bf16", "--out", "models/mine")
     assert result.code == 0, result.err
-    rounding = re.search(r"rounding to another dtype had moved some by up to (\S+)", result.out)
+    rounding = re.search(r"rounding to another dtype moved log-probs by up to (\S+)", result.out)
     assert 0 < float(rounding[1]) < 0.1  # 8 bits of mantissa: 2^-8 relative on logits of about 3
     exported = tensors(trained / "models" / "mine")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,7 @@ def test_a_trained_model_is_exported_and_verified(
     report = export_hf(actor, tmp_path / "out" / "hf", tmp_path / "model")
     assert report.folder == tmp_path / "out" / "hf"
     assert report.tokenizer
+    assert report.tensors_compared
     assert report.max_logprob_difference <= (1e-4 if precision == "float32" else 0.1)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(report.files)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["hf"]
@@ -108,11 +110,31 @@ def test_a_faulty_export_is_caught_its_tensors_named_and_the_old_one_kept(
     export_hf(actor, tmp_path / "hf", tmp_path / "model")
     before = (tmp_path / "hf" / "model.safetensors").read_bytes()
     actor.__class__ = with_fault(fault)
-    with pytest.raises(CheckpointError, match=r"log-probs differ from the trainer's by up to .* nats") as caught:
+    with pytest.raises(CheckpointError, match="cannot export the model to") as caught:
         export_hf(actor, tmp_path / "hf", tmp_path / "model")
-    assert str(caught.value).endswith(f"not as trained: {FAULTS[fault]}")
+    assert str(caught.value).endswith(f"tensors are not as trained: {FAULTS[fault]}")
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "model"]
+
+
+def test_a_model_that_computes_something_else_from_the_same_tensors_is_caught(
+    tmp_path: Path, group: DataParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a mapping that is wrong both ways: here transformers turns its pairs by 1% more."""
+    save_model("qwen2", tmp_path / "model")
+    actor = make_actor(tmp_path / "model", group)
+    really_load = export.load_exported
+
+    def load(*args: Any) -> torch.nn.Module:
+        model = really_load(*args)
+        model.model.rotary_emb.inv_freq *= 1.01
+        return model
+
+    monkeypatch.setattr(export, "load_exported", load)
+    with pytest.raises(
+        CheckpointError, match=r"log-probs differ from the trainer's by up to .* nats, allowed is 1e-04"
+    ):
+        export_hf(actor, tmp_path / "hf", tmp_path / "model")
 
 
 def test_a_model_too_large_to_run_again_is_compared_tensor_by_tensor(
