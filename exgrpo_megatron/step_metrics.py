@@ -194,8 +194,8 @@ def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
 
 def _entropies(terms: LossTerms) -> dict[str, float]:
     """Means over all tokens, new ones and replayed ones, where there are any."""
-    every = {"": slice(None), "_fresh": ~terms.replayed, "_replayed": terms.replayed}
-    found = {name: terms.entropy[which] for name, which in every.items()}
+    entropy, replayed = terms.entropy, terms.replayed
+    found = {"": entropy, "_fresh": entropy[~replayed], "_replayed": entropy[replayed]}
     return {f"policy/entropy{name}": float(values.mean()) for name, values in found.items() if values.size}
 
 

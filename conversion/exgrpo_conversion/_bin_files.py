@@ -1,15 +1,17 @@
-"""`pytorch_model.bin` files: pickles, of which only plain tensors are taken (torch's weights_only), memory-mapped."""
+"""`pytorch_model.bin` files: pickles, of which plain tensors are taken without unpickling them."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from exgrpo_conversion._pickle_records import Record
+from exgrpo_conversion._torch_archive import TENSOR_NAMES, SavedTensor, TorchArchive
 from exgrpo_conversion.errors import ModelFolderError
+from exgrpo_conversion.file_checks import file_inside
 from exgrpo_conversion.hf_folder import check_tensors, index_of
 
 SINGLE_BIN = "pytorch_model.bin"
@@ -28,7 +30,7 @@ class BinReader:
         self.folder = folder
         index = {} if (folder / SINGLE_BIN).exists() else index_of(folder / BIN_INDEX)
         files = sorted(set(index.values())) or [SINGLE_BIN]
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, SavedTensor] = {}
         for file in files:
             for name, tensor in load_tensors(folder / file).items():
                 if name in self._tensors:
@@ -49,41 +51,30 @@ class BinReader:
         return self._tensors[name].dtype
 
     def get(self, name: str) -> Tensor:
-        """One whole tensor, of its own memory."""
+        """One whole tensor, mapped from the file for as long as it is kept."""
         if name not in self._tensors:
             raise ModelFolderError(f"{self.folder} has no tensor {name}")
-        return self._tensors[name].clone(memory_format=torch.contiguous_format)
+        return self._tensors[name].read()
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes with a manifest; as `HFReader.check`."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         check_tensors(self.folder, shapes, self.get, expected)
 
     def close(self) -> None:
-        """Unmap the files."""
+        """Forget what is in the files."""
         self._tensors.clear()
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, mapped and not read.
+def load_tensors(path: Path) -> dict[str, SavedTensor]:
+    """The tensors of one file and their places in it.
 
     Raises:
         ModelFolderError: it is missing, damaged, or not a dictionary of plain tensors.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path} is missing: the model folder is incomplete") from None
-    except pickle.UnpicklingError as error:
-        raise ModelFolderError(
-            f"{path} is refused: it holds other things than tensors, and reading it could run code of its author; "
-            "take the safetensors files of this model"
-        ) from error
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
-        reason = str(error).split("\n")[0]
-        raise ModelFolderError(f"{path} is no complete weights file ({reason}): download it again") from error
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-    ):
+    archive = TorchArchive(file_inside(path.parent, path.name))
+    content = archive.content(TENSOR_NAMES)
+    items = content.items if isinstance(content, Record) and content.name == "collections.OrderedDict" else content
+    if not isinstance(items, dict) or not all(isinstance(name, str) for name in items):
         raise ModelFolderError(f"{path} is no dictionary of tensors")
-    return content
+    return {name: archive.tensor(tensor) for name, tensor in items.items()}

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from exgrpo_conversion._pickle_records import Record
+from exgrpo_conversion._torch_archive import TorchArchive
 from exgrpo_conversion.errors import ModelFolderError
-
-
-class Unread:
-    """Stands for an object of any class but the plainest; nothing is done with what the file says of it."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        del args, options
-
-    def __setstate__(self, state: Any) -> None:
-        del state
+from exgrpo_conversion.file_checks import file_inside
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """The dictionary in a common.pt; no code of the file runs.
+    """The dictionary in a common.pt; no code of the file runs, and objects of any class are left as records.
 
     Raises:
         ModelFolderError: it is missing or damaged.
     """
-    try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        stand_ins: list[Any] = [(Namespace if name == "argparse.Namespace" else _stand_in(), name) for name in named]
-        with torch.serialization.safe_globals(stand_ins):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path} is missing: the checkpoint is incomplete") from None
-    except pickle.UnpicklingError as error:
-        raise ModelFolderError(f"{path} is refused: reading it could run code of its author") from error
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFolderError(f"{path} is damaged: {str(error).splitlines()[:1]}") from error
+    content = TorchArchive(file_inside(path.parent, path.name)).content(admitted=None)
     if not isinstance(content, dict):
         raise ModelFolderError(f"{path} holds a {type(content).__name__}, not a dictionary")
-    return content
+    return {str(key): _namespace(value) for key, value in content.items()}
 
 
-def _stand_in() -> type[Unread]:
-    """A class of its own for each name: torch finds what is allowed by class."""
-    return type("Unread", (Unread,), {})
+def _namespace(value: Any) -> Any:
+    """Arguments of a program as such, all else as it is."""
+    if not isinstance(value, Record) or value.name != "argparse.Namespace" or not isinstance(value.state, dict):
+        return value
+    return Namespace(**{str(key): entry for key, entry in value.state.items()})

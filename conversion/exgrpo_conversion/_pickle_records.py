@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from exgrpo_conversion.errors import ModelFolderError
@@ -32,14 +32,16 @@ class Record:
     name: str
     args: tuple[Any, ...]
     state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+    """What was put into it, if it is a kind of dictionary."""
 
-    def field(self, name: str) -> Any:
+    def value(self, name: str) -> Any:
         """An entry of a state that is a dictionary; None where there is none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-def read_records(data: bytes, admitted: Collection[str], where: str) -> Any:
-    """The object in a pickle of plain data, dictionaries, lists, tuples and records of the `admitted` names.
+def read_records(data: bytes, admitted: Collection[str] | None, where: str) -> Any:
+    """The object in a pickle: plain data, dictionaries, lists, tuples and records of the `admitted` names (None: any).
 
     Records compare by identity, also as keys of a dictionary. `where` names the file in messages.
 
@@ -73,7 +75,7 @@ class _Mark:
 
 
 class _Machine:
-    def __init__(self, admitted: Collection[str]) -> None:
+    def __init__(self, admitted: Collection[str] | None) -> None:
         self.admitted = admitted
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
@@ -94,7 +96,7 @@ class _Machine:
         self.memo[index] = self.stack[-1]
 
     def push_global(self, name: str) -> None:
-        if name not in self.admitted:
+        if self.admitted is not None and name not in self.admitted:
             raise _RefusedNameError(name)
         self.stack.append(Global(name))
 
@@ -113,12 +115,17 @@ class _Machine:
         self.stack.append(target)
 
     def set_items(self, flat: list[Any]) -> None:
-        target = self.pop(dict)
+        target = self.pop((dict, Record))
+        items = target.items if isinstance(target, Record) else target
         for key, value in zip(flat[::2], flat[1::2], strict=True):
-            if not isinstance(key, str | int | Record):
+            if not isinstance(key, _KEYS) and not (isinstance(key, tuple) and all(isinstance(it, _KEYS) for it in key)):
                 raise ValueError(f"a {type(key).__name__} is the key of a dictionary")
-            target[key] = value
+            items[key] = value
         self.stack.append(target)
+
+
+# Tuples of tuples are left out: hashing one that is nested a million deep ends the process.
+_KEYS = (str, int, float, bytes, Record, Global, type(None))
 
 
 def _push(make: Callable[[Any], Any]) -> Callable[[_Machine, Any], None]:
@@ -138,10 +145,25 @@ def _small_tuple(size: int) -> Callable[[_Machine, Any], None]:
     return step
 
 
+_PLAIN = (
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES",
+)  # fmt: skip
+
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda _machine, _argument: None),
     **dict.fromkeys(
-        ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"), _push(lambda it: it)
+        (
+            "BININT",
+            "BININT1",
+            "BININT2",
+            "LONG1",
+            "BINFLOAT",
+            "SHORT_BINUNICODE",
+            "BINUNICODE",
+            "SHORT_BINBYTES",
+            "BINBYTES",
+        ),
+        _push(lambda it: it),
     ),
     "NONE": _push(lambda _: None),
     "NEWTRUE": _push(lambda _: True),

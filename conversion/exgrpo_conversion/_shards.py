@@ -53,7 +53,7 @@ class ShardWriter:
             self._begin()
         self._seen.add(name)
         place = self._places[name]
-        self._write(place.file, _bytes_of(tensor), place.entry.start)
+        self._write(place.file, bytes_of(tensor), place.entry.start)
 
     def finish(self) -> torch.dtype:
         """Write (for several files) the index; return the dtype. The files are not flushed to disk.
@@ -134,6 +134,11 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise ModelFolderError(f"tensor {name} has NaN or infinite values as {tensor.dtype}")
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, where they lie if it is contiguous."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -167,7 +172,3 @@ def _shared_out(
         shards[-1][name] = shape
         used += nbytes
     return shards
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.flatten().view(torch.uint8).numpy().data

@@ -210,7 +210,7 @@ _MAX_LAYERS, _MAX_SIZE = 10_000, 2**31 - 1
 
 
 def _positive_float(key: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
         raise UnsupportedModelError(key, value, "a positive number")
     return float(value)
 

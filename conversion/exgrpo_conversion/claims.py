@@ -28,6 +28,8 @@ def check_claims(arch: Architecture, claims: Claims, config_folder: Path) -> Non
     values = {key: value for key, value in claims.values.items() if value is not None}
     if values.get("group_query_attention") is False:
         values.pop("num_query_groups", None)  # its default is then without meaning
+    if arch.rope_scaling is None:
+        values.pop("rope_scaling_factor", None)
     differences = [
         f"{key} = {values[key]!r}, the config means {expected(arch)!r}"
         for key, expected in _EXPECTED.items()
@@ -52,6 +54,7 @@ _EXPECTED: dict[str, Callable[[Architecture], Any]] = {
     "rotary_base": lambda arch: arch.rope_theta,
     "use_rope_scaling": lambda arch: arch.rope_scaling is not None,
     "rope_scaling": lambda arch: arch.rope_scaling is not None,
+    "rope_scaling_factor": lambda arch: arch.rope_scaling.factor if arch.rope_scaling is not None else None,
     "qk_layernorm": lambda arch: arch.qk_norm,
     "add_qkv_bias": lambda arch: arch.qkv_bias,
     "untie_embeddings_and_output_weights": lambda arch: not arch.tied,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ HF_FOLDER = "hf"
 """Where `exgrpo convert` puts config.json and tokenizer beside weights in Megatron's formats."""
 BRIDGE_FILE = "run_config.yaml"
 NEMO_FILES = ("model.yaml", "io.json")
-_MAX_TEXT_BYTES = 50 * 2**20
+_MAX_TEXT_BYTES = 2 * 2**20
 
 
 def common_claims(folder: Path) -> Claims:
@@ -71,7 +72,15 @@ def find_config(given: Path | None, candidates: list[Path], what: Path) -> Path:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Takes the objects of other programs for nothing: their tags ask for code to be run."""
+    """Takes the objects of other programs for nothing: their tags ask for code to be run.
+
+    Merged mappings (`<<`) are refused: a few lines of them can stand for billions of entries.
+    """
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, "merged mappings (<<) are not read", key.start_mark)
 
 
 def _nothing(loader: yaml.Loader, suffix: str, node: yaml.Node) -> None:
@@ -94,13 +103,16 @@ def _read_yaml(path: Path) -> Any:
 
 def _mappings(content: Any) -> Iterator[Mapping[str, Any]]:
     """Every dictionary in nested data, outer ones first."""
-    waiting = [content]
+    waiting = deque([content])
+    seen: set[int] = set()  # the same thing may stand in many places, which may stand in many places
     while waiting:
-        found = waiting.pop(0)
+        found = waiting.popleft()
+        if not isinstance(found, Mapping | list) or id(found) in seen:
+            continue
+        seen.add(id(found))
         if isinstance(found, Mapping):
             yield found
-        if isinstance(found, Mapping | list):
-            waiting.extend(found.values() if isinstance(found, Mapping) else found)
+        waiting.extend(found.values() if isinstance(found, Mapping) else found)
 
 
 def _leaves(content: Mapping[str, Any]) -> list[dict[str, Any]]:

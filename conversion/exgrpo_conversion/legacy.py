@@ -163,7 +163,8 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=_Pickles)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelFolderError(f"{path} cannot be read: {str(error).splitlines()[:1]}") from error
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise ModelFolderError(f"{path} cannot be read: {reason}") from error
     except pickle.UnpicklingError as error:
         raise ModelFolderError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):

@@ -24,7 +24,7 @@ Weight: TypeAlias = Float[Tensor, "..."]
 
 __all__ = [
     "EMBEDDING", "OUTPUT_LAYER", "Weight", "check_tensor_parallel", "hf_names", "is_sharded", "manifest",
-    "megatron_names", "pad_vocab", "shard", "to_hf", "to_megatron", "unshard",
+    "megatron_names", "megatron_pieces", "pad_vocab", "shard", "to_hf", "to_megatron", "unshard",
 ]  # fmt: skip
 
 
@@ -57,15 +57,25 @@ def to_megatron(arch: Architecture, megatron_name: str, tensors: Sequence[Weight
     Raises:
         ValueError: a wrong number of tensors, or a tensor of another shape than the architecture says.
     """
+    pieces = megatron_pieces(arch, megatron_name, tensors)
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def megatron_pieces(arch: Architecture, megatron_name: str, tensors: Sequence[Weight]) -> list[Weight]:
+    """Parts of the input whose rows, one part after another, are the parameter that `to_megatron` makes.
+
+    Raises:
+        ValueError: as `to_megatron`.
+    """
     parts = _parts(arch, megatron_name)
     if len(tensors) != len(parts):
         raise ValueError(f"{megatron_name} is made of {len(parts)} tensors ({', '.join(parts)}), got {len(tensors)}")
     for (name, shape), tensor in zip(parts.items(), tensors, strict=True):
         _check_shape(name, shape, tensor)
     if _is_fused_qkv(megatron_name):
-        grouped = [_by_group(arch, tensor) for tensor in tensors]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        groups = zip(*(_by_group(arch, tensor) for tensor in tensors), strict=True)
+        return [piece for group in groups for piece in group]
+    return list(tensors)
 
 
 def to_hf(arch: Architecture, megatron_name: str, tensor: Weight) -> list[tuple[str, Weight]]:

@@ -15,7 +15,7 @@ from exgrpo_conversion._shards import sync
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_conversion.contexts import HF_FOLDER
 from exgrpo_conversion.hf_folder import copy_side_files, write_config
-from exgrpo_conversion.mapping import EMBEDDING, OUTPUT_LAYER, hf_names, megatron_names, pad_vocab, to_megatron
+from exgrpo_conversion.mapping import EMBEDDING, OUTPUT_LAYER, hf_names, megatron_names, megatron_pieces
 from exgrpo_conversion.source import Source
 from exgrpo_conversion.torch_dist import TRACKER_FILE
 from exgrpo_conversion.torch_dist_writer import TorchDistWriter
@@ -69,10 +69,10 @@ def _write_weights(source: Source, folder: Path, target: MegatronTarget, prefix:
     try:
         for name in megatron_names(source.arch):
             parts = [source.read(part) for part in hf_names(source.arch, name)]
-            parameter = to_megatron(source.arch, name, parts)
+            pieces = megatron_pieces(source.arch, name, [part.to(target.dtype) for part in parts])
             if name in (EMBEDDING, OUTPUT_LAYER):
-                parameter = pad_vocab(parameter, target.rows)
-            writer.add(name, parameter.to(target.dtype))
+                pieces.append(pieces[0].new_zeros(target.rows - source.arch.vocab_size, source.arch.hidden_size))
+            writer.add(name, pieces)
             target.progress(sum(part.nbytes for part in parts))
         writer.finish(common)
     finally:

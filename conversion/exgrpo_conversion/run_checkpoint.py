@@ -49,7 +49,10 @@ def run_claims(policy: Path) -> Claims:
     if not isinstance(found, dict):
         raise ModelFolderError(f"{path} has no architecture: it is no checkpoint of a run, or of another version")
     values = {claimed: found.get(name) for name, claimed in _NAMES.items()}
-    return Claims(str(path), values | {"rope_scaling": found.get("rope_scaling") is not None})
+    scaling = found.get("rope_scaling")
+    values["rope_scaling"] = scaling is not None
+    values["rope_scaling_factor"] = scaling.get("factor") if isinstance(scaling, dict) else None
+    return Claims(str(path), values)
 
 
 _NAMES = {

@@ -128,7 +128,7 @@ class _Reader:
         self._files: dict[str, tuple[Path, int]] = {}
 
     def index(self, root: Record) -> CheckpointIndex:
-        entries, places = root.field("state_dict_metadata"), root.field("storage_data")
+        entries, places = root.value("state_dict_metadata"), root.value("storage_data")
         if not isinstance(entries, dict) or not isinstance(places, dict):
             raise self._fault("it lacks the list of tensors or that of their places")
         where = dict(self._place(index, info) for index, info in places.items())
@@ -145,22 +145,22 @@ class _Reader:
     def _place(self, index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...]], _Place]:
         if not isinstance(index, Record) or not isinstance(info, Record):
             raise self._fault("a place of a tensor is no record")
-        key, offset = index.field("fqn"), index.field("offset")
+        key, offset = index.value("fqn"), index.value("offset")
         if not isinstance(key, str):
             raise self._fault("a place belongs to no tensor")
-        file, start, length = (info.field(name) for name in ("relative_path", "offset", "length"))
+        file, start, length = (info.value(name) for name in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _is_count(start) or not _is_count(length):
             raise self._fault(f"the place of {key} is no file, start and length")
-        if info.field("transform_descriptors"):
+        if info.value("transform_descriptors"):
             raise self._fault(f"{key} is stored compressed or encrypted, which is not supported")
         return (key, () if offset is None else self._sizes(key, offset)), (file, start, length)
 
     def _tensor(self, key: str, entry: Record, where: dict[tuple[str, tuple[int, ...]], _Place]) -> StoredTensor:
-        shape = self._sizes(key, entry.field("size"))
-        chunks = entry.field("chunks")
+        shape = self._sizes(key, entry.value("size"))
+        chunks = entry.value("chunks")
         if not isinstance(chunks, list) or not chunks:
             raise self._fault(f"{key} has no pieces")
-        dtype = self._dtype(key, entry.field("properties"))
+        dtype = self._dtype(key, entry.value("properties"))
         stored = StoredTensor(dtype, shape, tuple(self._chunk(key, chunk, dtype, where) for chunk in chunks))
         self._check_pieces(key, stored)
         return stored
@@ -170,7 +170,7 @@ class _Reader:
     ) -> StoredChunk:
         if not isinstance(chunk, Record):
             raise self._fault(f"a piece of {key} is no record")
-        offsets, sizes = (self._sizes(key, chunk.field(name)) for name in ("offsets", "sizes"))
+        offsets, sizes = (self._sizes(key, chunk.value(name)) for name in ("offsets", "sizes"))
         if (key, offsets) not in where:
             raise self._fault(f"it does not say where the piece of {key} at {offsets} is stored")
         file, start, length = where[key, offsets]

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from exgrpo_conversion._archive_writer import write_tensor
 from exgrpo_conversion._shards import check_finite
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_conversion.safe_metadata import METADATA_FILE
@@ -34,7 +35,8 @@ from exgrpo_conversion.torch_dist import COMMON_FILE, FORMAT_FILE, stacked_key
 
 
 class TorchDistWriter:
-    """Writes the parameters it is given into files of about `max_file_bytes`; holds none of them.
+    """Writes the parameters it is given into files of `max_file_bytes` (or one parameter, where it is larger) and a few
+    kB; holds none of them.
 
     `prefix` stands before every key ("module." in NeMo). An interrupted write leaves no `.metadata`, without which
     nothing takes the folder for a checkpoint.
@@ -50,20 +52,31 @@ class TorchDistWriter:
         for key in _extra_states(arch):
             self._add_empty_state(key)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write one whole parameter by its global name; raises ModelFolderError for NaN or infinity in it."""
-        check_finite(name, tensor)
+    def add(self, name: str, pieces: Sequence[Tensor]) -> None:
+        """Write one whole parameter by its global name, given as contiguous pieces of its rows one after another.
+
+        Raises:
+            ModelFolderError: there is NaN or infinity in it.
+            OSError: it cannot be written.
+        """
+        for piece in pieces:
+            if piece.numel():
+                check_finite(name, piece)
         key, layer = stacked_key(name)
-        piece = tensor if layer is None else tensor.unsqueeze(0)
-        offsets = torch.Size([layer or 0] + [0] * (piece.dim() - 1))
-        size = piece.shape if layer is None else torch.Size([self._layers, *tensor.shape])
+        shape = (sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
+        sizes = torch.Size(shape if layer is None else (1, *shape))
+        size = torch.Size(shape if layer is None else (self._layers, *shape))
+        offsets = torch.Size([layer or 0] + [0] * (len(sizes) - 1))
+        dtype = pieces[0].dtype
         entry = self._tensors.setdefault(
-            self._prefix + key, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [])
+            self._prefix + key, TensorStorageMetadata(TensorProperties(dtype=dtype), size, [])
         )
         assert isinstance(entry, TensorStorageMetadata), "extra states have names of their own"
-        assert (entry.properties.dtype, entry.size) == (tensor.dtype, size), f"{name} is not like the other layers"
-        entry.chunks.append(ChunkStorageMetadata(offsets, piece.shape))
-        self._places[MetadataIndex(self._prefix + key, offsets)] = self._write(piece)
+        assert (entry.properties.dtype, entry.size) == (dtype, size), f"{name} is not like the other layers"
+        entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+        file = self._current(sum(piece.nbytes for piece in pieces))
+        place = _StorageInfo(self._name(), file.tell(), write_tensor(file, pieces, tuple(sizes)))
+        self._places[MetadataIndex(self._prefix + key, offsets)] = place
 
     def finish(self, common: Mapping[str, Any]) -> None:
         """Write `common`, the same on every rank, and then what makes the files a checkpoint."""
@@ -85,23 +98,19 @@ class TorchDistWriter:
     def _add_empty_state(self, key: str) -> None:
         """What a module without a state of its own saves: a list of one None, as every rank's object is in a list."""
         self._tensors[self._prefix + key] = BytesStorageMetadata()
-        self._places[MetadataIndex(self._prefix + key)] = self._write([None])
+        saved = io.BytesIO()
+        torch.save([None], saved)
+        file = self._current(saved.tell())
+        self._places[MetadataIndex(self._prefix + key)] = _StorageInfo(self._name(), file.tell(), saved.tell())
+        file.write(saved.getbuffer())
 
-    def _write(self, content: Any) -> _StorageInfo:
-        file = self._current()
-        start = file.tell()
-        # A tensor brings its whole storage along, which may be that of a larger one.
-        if isinstance(content, Tensor) and content.untyped_storage().nbytes() != content.nbytes:
-            content = content.clone()
-        torch.save(content, file)
-        return _StorageInfo(self._name(), start, file.tell() - start)
-
-    def _current(self) -> BinaryIO:
-        if self._file is not None and self._file.tell() >= self._max_file_bytes:
+    def _current(self, nbytes: int) -> BinaryIO:
+        """The file with room for so many bytes, or a new one."""
+        if self._file is not None and self._file.tell() and self._file.tell() + nbytes > self._max_file_bytes:
             self._close()
             self._count += 1
         if self._file is None:
-            self._file = (self._folder / self._name()).open("xb", buffering=_BUFFER_BYTES)
+            self._file = (self._folder / self._name()).open("xb")
         return self._file
 
     def _name(self) -> str:
@@ -113,9 +122,6 @@ class TorchDistWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
         self.close()
-
-
-_BUFFER_BYTES = io.DEFAULT_BUFFER_SIZE * 16
 
 
 def _extra_states(arch: Architecture) -> list[str]:

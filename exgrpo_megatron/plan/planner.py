@@ -113,6 +113,7 @@ def check_fits(plan: Plan, config: Config) -> None:
     held, engine = stage.held, plan.rollout
     parts = {
         "weights": held.weights,
+        "FP8 weights": held.fp8_weights,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
         **_parts_of(phase, stage, plan),

@@ -13,6 +13,8 @@ from exgrpo_megatron.plan.parameters import Parameter, Stage
 from exgrpo_megatron.plan.ranks import Ranks
 
 _FLOAT32, _MOMENTS = 4, 2
+_FP8_COPIES = 2
+"""Bytes a number: products of the forward pass want rows in a row, of the backward pass columns."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,12 @@ class HeldBytes:
     """Float32, whole on every data-parallel rank."""
     optimizer: int
     """Two moments in float32, and for weights of lower precision their float32 originals."""
+    fp8_weights: int = 0
+    """Transformer Engine's FP8 copies of the layers' matrices, by rows and by columns."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.fp8_weights
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class StepBytes:
 
 
 def held_bytes(stage: Stage, ranks: Ranks, layout: MegatronConfig, number_bytes: int) -> HeldBytes:
-    """Exactly what Megatron-Core allocates; `number_bytes` is the size of a weight."""
+    """Exactly what Megatron-Core allocates, FP8 copies by arithmetic; `number_bytes` is the size of a weight."""
     sharing = ranks.data * ranks.context
     buffers = [
         _buffer(chunk, layout, sharing, bucketed=stage.index == index == 0) for index, chunk in enumerate(stage.chunks)
@@ -56,7 +60,17 @@ def held_bytes(stage: Stage, ranks: Ranks, layout: MegatronConfig, number_bytes:
         owned = max(sum(buffer.owned(rank, sharing) for buffer in buffers) for rank in range(sharing))
     else:
         elements = owned = stage.elements
-    return HeldBytes(elements * number_bytes, elements * _FLOAT32, owned * state)
+    copies = _FP8_COPIES * _matrix_elements(stage) if layout.fp8_cfg.enabled else 0
+    return HeldBytes(elements * number_bytes, elements * _FLOAT32, owned * state, copies)
+
+
+def _matrix_elements(stage: Stage) -> int:
+    return sum(
+        parameter.elements
+        for chunk in stage.chunks
+        for parameter in chunk
+        if ".linear_" in parameter.name and parameter.name.endswith(".weight")
+    )
 
 
 def step_bytes(

@@ -110,7 +110,7 @@ def load(folder: Path, state: Checkpointed) -> int:
             wanted.pop("rng")
         loaded = dist_checkpointing.load(wanted, str(folder))
     for number, chunk in enumerate(state.chunks):
-        chunk.load_state_dict({**_no_extra_state(chunk), **loaded[f"model{number}"]})
+        load_weights(chunk, loaded[f"model{number}"])
     if "optimizer" in loaded:
         steps = about.get("optimizer_steps", about["version"])
         optimizer_state.restore(state.optimizer, _parameters(state), loaded["optimizer"], steps)
@@ -137,6 +137,23 @@ def reading(folder: Path) -> Iterator[None]:
             raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
     with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
         yield
+
+
+def sharded_weights(chunk: GPTModel) -> dict[str, Any]:
+    """Megatron's sharded tensors of a chunk, by name; what they are loaded into is the chunk's own memory."""
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    sharded = chunk.sharded_state_dict(metadata=metadata)
+    return {name: tensor for name, tensor in sharded.items() if not name.endswith(_EXTRA_STATE)}
+
+
+def load_weights(chunk: GPTModel, loaded: dict[str, Any]) -> None:
+    """Give a chunk the tensors for which `sharded_weights` was loaded."""
+    chunk.load_state_dict({name: None for name in chunk.state_dict() if name.endswith(_EXTRA_STATE)} | loaded)
+
+
+_EXTRA_STATE = "_extra_state"
+"""What modules of Transformer Engine, and Megatron's in their place, keep beside weights: scales of past passes, which
+no FP8 recipe here has. Which modules have one depends on whose they are: it is left out."""
 
 
 def _about(state: Checkpointed) -> dict[str, Any]:
@@ -176,15 +193,7 @@ def _parameters(state: Checkpointed) -> dict[str, torch.nn.Parameter]:
 
 def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = None) -> dict[str, Any]:
     """Megatron's sharded state: model, optimizer (if it was ever stepped), and this rank's generators."""
-    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    sharded: dict[str, Any] = {
-        f"model{number}": {
-            name: tensor
-            for name, tensor in chunk.sharded_state_dict(metadata=metadata).items()
-            if not name.endswith(_EXTRA_STATE)
-        }
-        for number, chunk in enumerate(state.chunks)
-    }
+    sharded: dict[str, Any] = {f"model{number}": sharded_weights(chunk) for number, chunk in enumerate(state.chunks)}
     model = {f"{chunk}.{name}": tensor for chunk, tensors in sharded.items() for name, tensor in tensors.items()}
     if state.version > 0 if trained is None else trained:
         parameters = _parameters(state)
@@ -197,16 +206,6 @@ def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = No
         "rng", None if is_loading else _rng_state(), (dist.get_world_size(),), (dist.get_rank(),)
     )
     return sharded
-
-
-_EXTRA_STATE = "_extra_state"
-"""What modules of Transformer Engine, and Megatron's in their place, keep beside weights: scales of past passes, which
-no FP8 recipe here has. Which modules have one depends on whose they are: it is left out."""
-
-
-def _no_extra_state(chunk: GPTModel) -> dict[str, None]:
-    """For loading, which misses them otherwise."""
-    return {name: None for name in chunk.state_dict() if name.endswith(_EXTRA_STATE)}
 
 
 def _refuse_other(folder: Path, about: dict[str, Any], state: Checkpointed) -> None:

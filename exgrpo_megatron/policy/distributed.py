@@ -50,7 +50,7 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
     backend.install()
     _join(launched)
     comm = lay_out(layout, seed)
-    _check_alike(comm, installed().fingerprint())
+    check_alike(comm, installed().fingerprint())
     return comm
 
 
@@ -65,6 +65,20 @@ def lay_out(layout: MegatronConfig, seed: int) -> DataParallel:
     )
     _seed(seed)
     return DataParallel()
+
+
+def check_alike(comm: DataParallel, mine: str) -> None:
+    """Raise ConfigError, on every rank, where `mine`, what it found of GPU packages, is not the same on all.
+
+    Ranks with different layers or optimizers would wait for one another in different places, or not agree.
+    """
+    first = comm.broadcast(mine)
+    if comm.anywhere(mine != first):
+        other = f"; this one ({socket.gethostname()}): {mine}" if mine != first else ""
+        raise ConfigError(
+            f"the processes do not find the same GPU packages: rank 0: {first}{other}. Install the same on all "
+            "machines, or leave it out on all (exgrpo doctor says what is there)"
+        )
 
 
 class DataParallel:
@@ -198,17 +212,6 @@ def _check_cluster(cluster: ClusterConfig, launched: int) -> None:
             f"cluster.num_nodes * cluster.gpus_per_node = {nodes} * {per_node} = {nodes * per_node} is not the number "
             f"of launched processes, {launched}: launch with torchrun --nnodes {nodes} --nproc-per-node {per_node}, or "
             "set both keys to null to use however many are launched"
-        )
-
-
-def _check_alike(comm: DataParallel, mine: str) -> None:
-    """Ranks with different layers or optimizers would wait for one another in different places, or not agree."""
-    first = comm.broadcast(mine)
-    if comm.anywhere(mine != first):
-        other = f"; this one ({socket.gethostname()}): {mine}" if mine != first else ""
-        raise ConfigError(
-            f"the processes do not find the same GPU packages: rank 0: {first}{other}. Install the same on all "
-            "machines, or leave it out on all (exgrpo doctor says what is there)"
         )
 
 

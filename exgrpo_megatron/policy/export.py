@@ -61,8 +61,8 @@ class ExportReport:
                 f"as transformers reads it log-probs within {self.max_logprob_difference:.0e} of {self.compared_with}"
             )
         if self.rounding:
-            checks.append(f"of which the rounding to another dtype had moved some by up to {self.rounding:.0e}")
-        return ", ".join(checks)
+            checks.append(f"rounding to another dtype moved log-probs by up to {self.rounding:.0e}")
+        return "; ".join(checks)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class ExportOptions:
 def export_hf(actor: MegatronActor, dst: Path, source_dir: Path, options: ExportOptions | None = None) -> ExportReport:
     """Write the policy as a Hugging Face folder to `dst`; collective over all processes, of which the main one writes.
 
-    Settings come from `source_dir`. The folder is written beside `dst`, loaded again with transformers and compared
-    with the trainer (where main memory does not suffice for that: tensor by tensor, bit for bit); only then does it
-    replace what stood at `dst`.
+    Settings come from `source_dir`. The folder is written beside `dst`, loaded back into Megatron's layout and compared
+    with the trainer's parameters bit for bit, and loaded with transformers and compared with the trainer's log-probs
+    (unless memory does not suffice for that); only then does it replace what stood at `dst`.
 
     Raises:
         CheckpointError: on every process, when it could not be written or the exported model is not the trainer's;
@@ -161,44 +161,59 @@ def _checked(candidate: Path, arch: Architecture, tokenizer_dir: Path) -> Export
 def _compare_with_trainer(actor: MegatronActor, candidate: Path, tokenizer_dir: Path) -> ExportReport:
     """Collective; the report is the main process's."""
     comm, arch = actor.comm, actor.architecture
+    report: ExportReport | None = None
+    with together(comm), _as_checkpoint_errors():
+        if comm.is_main:
+            report = _checked(candidate, arch, tokenizer_dir)
+    loaded_back = _compare_loaded_back(actor, candidate)
     device = _device_with_room(candidate, actor.device) if comm.is_main else None
     if not comm.anywhere(device is not None):
-        return _compare_tensors_with_trainer(actor, candidate, tokenizer_dir)
+        return _compare_read_again(actor, candidate, report)
     probes = probe_sequences(arch.vocab_size, actor.max_sequence_length)
     with actor.without_fp8():
         scores = actor.score(probes, temperature=1.0)
-    report: ExportReport | None = None
-    mismatch = ""
     with together(comm), _as_checkpoint_errors():
-        if device is not None:
-            report = _checked(candidate, arch, tokenizer_dir)
+        if report is not None and device is not None:
             model = load_exported(candidate, None, device)
-            try:
-                worst = compare_with_scores(model, probes, scores)
-            except LogprobMismatchError as error:
-                mismatch, worst = str(error), None
-            count = sum(parameter.numel() for parameter in model.parameters())
-            report = replace(report, num_parameters=count, max_logprob_difference=worst)
-    if mismatch := comm.broadcast(mismatch):
-        names = [name for part in gather_everyone(comm, actor.other_tensors(candidate)) for name in part]
-        raise CheckpointError(f"{mismatch}; {_named(names)}")
+            report = replace(
+                report,
+                num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+                tensors_compared=loaded_back,
+                max_logprob_difference=compare_with_scores(model, probes, scores),
+            )
     return _from_main(comm, report)
 
 
-def _compare_tensors_with_trainer(actor: MegatronActor, candidate: Path, tokenizer_dir: Path) -> ExportReport:
+def _compare_loaded_back(actor: MegatronActor, candidate: Path) -> bool:
+    """Whether all of the first data-parallel rank's processes see the folder, and so found their parameters in it.
+
+    Raises:
+        CheckpointError: names the tensors that are not as trained.
+    """
     comm = actor.comm
-    report: ExportReport | None = None
-    weights = actor.export_weights()
+    sees = comm.rank > 0 or candidate.is_dir()
+    other: list[str] = []
     with together(comm), _as_checkpoint_errors():
+        if comm.rank == 0 and sees:
+            other = actor.other_tensors(candidate)
+    everyones = [name for part in gather_everyone(comm, other) for name in part]
+    if everyones:
+        raise CheckpointError(_named(everyones))
+    return not comm.anywhere(not sees)
+
+
+def _compare_read_again(actor: MegatronActor, candidate: Path, report: ExportReport | None) -> ExportReport:
+    """The tensors of a model that no memory here has room to run."""
+    weights = actor.export_weights()
+    with together(actor.comm), _as_checkpoint_errors():
         try:
-            if comm.is_main:
-                report = _checked(candidate, actor.architecture, tokenizer_dir)
+            if report is not None:
                 count = compare_tensors(candidate, actor.architecture, weights, None)
                 report = replace(report, num_parameters=count, tensors_compared=True)
         finally:
             for _ in weights:
                 pass
-    return _from_main(comm, report)
+    return _from_main(actor.comm, report)
 
 
 def _compare_with_checkpoint(
@@ -236,10 +251,11 @@ def _from_main(comm: Communicator, report: ExportReport | None) -> ExportReport:
 
 
 def _named(names: list[str]) -> str:
-    if not names:
-        return "every tensor is as it was trained: what differs is the model that config.json makes of them"
-    shown = ", ".join(list(dict.fromkeys(names))[:8])
-    return f"{len(set(names))} tensors are not as they were trained: {shown}{', ...' if len(set(names)) > 8 else ''}"
+    found = list(dict.fromkeys(names))
+    if not found:
+        return "every tensor is as it was trained, so what differs is the model that config.json makes of them"
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return f"tensors are not as trained: {', '.join(found[:8])}{more}"
 
 
 def _finish(report: ExportReport, dst: Path, options: ExportOptions) -> ExportReport:

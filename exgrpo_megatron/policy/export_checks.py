@@ -20,8 +20,13 @@ from exgrpo_megatron.types import ScoredSequence, TokenIds
 Probes = Sequence[tuple[TokenIds, TokenIds]]
 """(Prompt, response) pairs of which the log-probs are compared."""
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Largest accepted difference of a log-prob (nats), by the dtype in which both sides compute."""
+ABSOLUTE, RELATIVE = 1e-4, 1e-5
+"""Accepted difference of a log-prob computed in float32: nats, and a share of its size (of what is very unlikely, the
+numbers are large, and so is their rounding)."""
+
+BFLOAT16_MEAN = 0.5
+"""Accepted mean difference of log-probs computed in bfloat16, in nats. Sums of 8 bits in another order are 0.1 apart in
+a model of 30 layers, single ones 0.7; a model with a wrong mapping is several nats off."""
 
 _TEXTS = ("What is 12 + 7 - 5?", "Let x = 3/4.\nThen \\boxed{x^2} is  9/16 — ok?")
 _LOADING_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
@@ -92,25 +97,27 @@ def load_exported(folder: Path, dtype: torch.dtype | None, device: torch.device)
 
 
 def compare_with_scores(model: torch.nn.Module, probes: Probes, scores: Sequence[ScoredSequence]) -> float:
-    """Largest difference of log-probs and entropies of the responses from the trainer's; raises
-    LogprobMismatchError."""
-    worst = 0.0
+    """Largest difference of the responses' log-probs and entropies from the trainer's, in nats.
+
+    Raises:
+        LogprobMismatchError: they are further apart than rounding explains.
+    """
+    found, expected = [], []
     for (prompt, response), mine in zip(probes, scores, strict=True):
         logprobs = vocabulary_logprobs(model, prompt, response)
-        chosen = logprobs.gather(1, torch.from_numpy(response).long()[:, None]).squeeze(1)
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-        for its, trainers in ((chosen, mine.logprobs), (entropies, mine.entropies)):
-            worst = max(worst, _largest((its - torch.from_numpy(trainers)).abs()))
-    return _accepted(worst, TOLERANCE[next(model.parameters()).dtype], "the trainer's")
+        found += [logprobs.gather(1, torch.from_numpy(response).long()[:, None]).squeeze(1)]
+        found += [-(logprobs.exp() * logprobs).sum(-1)]
+        expected += [torch.from_numpy(mine.logprobs), torch.from_numpy(mine.entropies)]
+    dtype = next(model.parameters()).dtype
+    return _accepted(torch.cat(found), torch.cat(expected), dtype, "the trainer's")
 
 
 def compare_with_logprobs(model: torch.nn.Module, probes: Probes, expected: Sequence[Tensor]) -> float:
-    """Largest difference over the whole vocabulary; raises LogprobMismatchError."""
-    differences = [
-        _largest((vocabulary_logprobs(model, prompt, response) - logprobs).abs())
-        for (prompt, response), logprobs in zip(probes, expected, strict=True)
-    ]
-    return _accepted(max(differences), TOLERANCE[torch.float32], "those of the checkpoint in Megatron-Core")
+    """Largest difference over the whole vocabulary, in nats; raises LogprobMismatchError."""
+    found = [vocabulary_logprobs(model, prompt, response) for prompt, response in probes]
+    return _accepted(
+        torch.cat(found), torch.cat(list(expected)), torch.float32, "those of the checkpoint in Megatron-Core"
+    )
 
 
 @torch.no_grad()
@@ -155,14 +162,16 @@ def _difference(name: str, found: Tensor, expected: Tensor) -> str:
     )
 
 
-def _largest(differences: Tensor) -> float:
-    """NaN if there is one, which no bound accepts."""
-    return float(differences.max()) if differences.numel() else 0.0
-
-
-def _accepted(worst: float, bound: float, whose: str) -> float:
-    if not worst <= bound:
-        raise LogprobMismatchError(
-            f"its log-probs differ from {whose} by up to {worst:.2e} nats, allowed is {bound:.0e}"
-        )
+def _accepted(found: Tensor, expected: Tensor, dtype: torch.dtype, whose: str) -> float:
+    """The largest difference; a NaN is never accepted."""
+    apart = (found - expected).abs()
+    worst, mean = float(apart.max()), float(apart.mean())
+    if dtype == torch.float32:
+        same = bool((apart <= ABSOLUTE + RELATIVE * expected.abs()).all())
+        rule = f"by up to {worst:.2e} nats, allowed is {ABSOLUTE:.0e} and {RELATIVE:.0e} of their size"
+    else:
+        same = mean <= BFLOAT16_MEAN
+        rule = f"by {mean:.2e} nats on average, allowed in {dtype} is {BFLOAT16_MEAN}"
+    if not same:
+        raise LogprobMismatchError(f"its log-probs differ from {whose} {rule}")
     return worst

@@ -8,7 +8,6 @@ import numpy as np
 import psutil
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from exgrpo_conversion.architecture import Architecture
@@ -17,7 +16,7 @@ from exgrpo_conversion.mapping import manifest
 from exgrpo_megatron.config import PolicyConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.policy import backend
-from exgrpo_megatron.policy.checkpoint import reading
+from exgrpo_megatron.policy.checkpoint import load_weights, reading, sharded_weights
 from exgrpo_megatron.policy.model import build_chunks, tensors_other_than
 from exgrpo_megatron.types import TokenIds
 
@@ -39,11 +38,9 @@ class ReferenceModel:
         backend.install()
         self._arch = arch
         (self._model,) = build_chunks(arch, PolicyConfig(model_name=str(folder), precision="float32"))
-        metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
         with reading(folder):
-            wanted = {"model0": self._model.sharded_state_dict(metadata=metadata)}
-            loaded = dist_checkpointing.load(wanted, str(folder))
-        self._model.load_state_dict(loaded["model0"])
+            loaded = dist_checkpointing.load({"model0": sharded_weights(self._model)}, str(folder))
+        load_weights(self._model, loaded["model0"])
         self._model.eval()
 
     @torch.no_grad()
@@ -58,7 +55,8 @@ class ReferenceModel:
         tokens = torch.from_numpy(np.concatenate([prompt, response])[:-1]).long()[None]
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask[:, len(prompt) - 1 :] = True
-        logits = self._model(tokens, None, None, loss_mask=mask).squeeze(0)
+        hidden = self._model(tokens, None, None, loss_mask=mask).squeeze(0)
+        logits = hidden @ self._model.output_weight.T
         return logits[:, : self._arch.vocab_size].float().log_softmax(-1)
 
     def other_tensors(self, folder: Path, dtype: torch.dtype | None) -> list[str]:

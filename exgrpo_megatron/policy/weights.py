@@ -42,10 +42,7 @@ class WeightExport:
         self._plan = self._whole_model()
 
     def other_tensors(self, folder: Path) -> list[str]:
-        """The tensors of a Hugging Face folder that do not make this rank's parameters; empty where there is no such
-        folder on its machine. Nothing is exchanged."""
-        if not folder.is_dir():
-            return []
+        """The tensors of a Hugging Face folder that do not make this rank's parameters; nothing is exchanged."""
         with HFReader(folder) as reader:
             return tensors_other_than(self._models, self._architecture, reader, None)
 

@@ -76,8 +76,12 @@ def _memory_rows(plan: Plan) -> list[tuple[str, Callable[[StagePlan], int]]]:
     used, unused = ("recomputed", "all kept") if plan.recomputed else ("all kept", "recomputed")
     kept: Callable[[StagePlan], int] = lambda stage: stage.step.kept  # noqa: E731
     recomputed: Callable[[StagePlan], int] = lambda stage: stage.step.recomputed  # noqa: E731
+    fp8: list[tuple[str, Callable[[StagePlan], int]]] = [
+        ("FP8 copies of weights", lambda stage: stage.held.fp8_weights)
+    ]
     return [
         ("weights", lambda stage: stage.held.weights),
+        *(fp8 if any(stage.held.fp8_weights for stage in plan.stages) else []),
         ("gradients (float32)", lambda stage: stage.held.gradients),
         ("optimizer", lambda stage: stage.held.optimizer),
         (f"activations, {used}", recomputed if plan.recomputed else kept),

@@ -23,7 +23,7 @@ import triton
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from exgrpo_kernels import triton_jit
+from exgrpo_kernels import triton_rows, triton_tokens
 from exgrpo_kernels.types import TokenLoss
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS_PER_PROGRAM = 128
 """Tokens of one program where no logits are read: one a thread."""
-_FIELDS = 5  # numbers of a row that the gradient needs, see triton_jit
+_FIELDS = 5  # numbers of a row that the gradient needs, see triton_tokens
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a row is read, see `triton_jit`: `vectors * 32 * num_warps * 16` bytes at a time."""
+    """How a row is read, see `triton_rows`: `vectors * 32 * num_warps * 16` bytes at a time."""
 
     vectors: int
     num_warps: int
@@ -75,7 +75,7 @@ def row_statistics(
     if rows:
         tile = tile_for(logits, valid)
         with _device_of(logits):
-            triton_jit.statistics_kernel[(rows,)](
+            triton_rows.statistics_kernel[(rows,)](
                 logits,
                 targets.contiguous(),
                 statistics,
@@ -130,7 +130,7 @@ def loss_and_gradient(
     result = TokenLoss(*floats.unbind(), *flags.unbind())
     if rows:
         with _device_of(logits):
-            triton_jit.loss_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
+            triton_tokens.loss_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
                 statistics.contiguous(),
                 *_per_token(inputs),
                 *floats.unbind(),
@@ -140,10 +140,11 @@ def loss_and_gradient(
                 rows,
                 1 / temperature,
                 _scale(temperature),
-                1 - objective.clip_min,
-                1 + objective.clip_max,
-                objective.shaping_beta,
-                objective.max_abs_log_ratio,
+                # Floats whatever they were given as: integers would be compiled in.
+                float(1 - objective.clip_min),
+                float(1 + objective.clip_max),
+                float(objective.shaping_beta),
+                float(objective.max_abs_log_ratio),
                 NLL=objective.kind == "nll",
                 CLIP=objective.clip,
                 SHAPING=objective.shaping,
@@ -207,7 +208,7 @@ def _write_gradient(
         raise ValueError(f"logits cannot be written in place: elements overlap, their strides are {logits.stride()}")
     tile = tile_for(logits, columns)
     with _device_of(logits):
-        triton_jit.gradient_kernel[(rows,)](
+        triton_rows.gradient_kernel[(rows,)](
             logits,
             targets.contiguous(),
             coefficients,
@@ -237,7 +238,7 @@ def _merge(
     if not rows:
         return
     with _device_of(statistics):
-        triton_jit.merge_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
+        triton_tokens.merge_kernel[(triton.cdiv(rows, ROWS_PER_PROGRAM),)](
             statistics.contiguous(),
             _float32(logprob_gradients),
             _float32(entropy_gradients),

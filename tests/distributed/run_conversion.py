@@ -3,8 +3,8 @@
 
 Arguments: folder with MODEL/{hf,torch_dist,nemo2} for each model, folder to save to, and as JSON {layout:
 {"megatron_cfg": ..., "saved": [model, ...]}}. Every model is loaded on every layout and compared with the one that is
-made from the Hugging Face folder; those of "saved" also from nemo2, and they are saved by Megatron's own writers to
-OUT/LAYOUT/MODEL/{torch_dist,legacy}.
+made from the Hugging Face folder; those of "saved" also from nemo2 (if it is there), and they are saved by Megatron's
+own writers to OUT/LAYOUT/MODEL/{torch_dist,legacy}; a "saved_as" may name one of the two.
 """
 
 from __future__ import annotations
@@ -37,23 +37,27 @@ def main(models: Path, out: Path, layouts: dict[str, dict[str, Any]]) -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
         comm = lay_out(MegatronConfig(**case["megatron_cfg"]), seed=0)
         for model in sorted(path.name for path in models.iterdir()):
-            on_layout(models / model, case["megatron_cfg"], out / name / model if model in case["saved"] else None)
+            target = out / name / model if model in case["saved"] else None
+            on_layout(models / model, case["megatron_cfg"], target, case.get("saved_as"))
         comm.barrier()
         comm.shutdown()
 
 
-def on_layout(folder: Path, layout: dict[str, Any], out: Path | None) -> None:
+def on_layout(folder: Path, layout: dict[str, Any], out: Path | None, saved_as: str | None) -> None:
     policy = PolicyConfig(model_name=str(folder / "hf"), megatron_cfg=layout, max_total_sequence_length=32)
     chunks, _ = load_model(folder / "hf", policy)
     expected = [{name: value.clone() for name, value in chunk.named_parameters()} for chunk in chunks]
-    kinds = {"torch_dist/release": ""} if out is None else {"torch_dist/release": "", "nemo2/weights": "module."}
+    kinds = {"torch_dist/release": ""}
+    if out is not None and (folder / "nemo2").exists():
+        kinds["nemo2/weights"] = "module."
     for kind, prefix in kinds.items():
         load(folder / kind, chunks, prefix)
         for number, chunk in enumerate(chunks):
             for name, value in chunk.named_parameters():
                 assert torch.equal(value, expected[number][name]), f"{folder.name} {kind} {layout}: {name}"
-    if out is not None:
+    if out is not None and saved_as != "legacy":
         save_distributed(out / "torch_dist", chunks)
+    if out is not None and saved_as != "torch_dist":
         save_legacy(out / "legacy", chunks, layout)
 
 

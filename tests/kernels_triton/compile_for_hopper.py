@@ -19,11 +19,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from exgrpo_kernels import triton_jit
+from exgrpo_kernels import triton_rows, triton_tokens
 from exgrpo_kernels.triton_kernels import ROWS_PER_PROGRAM, TILES, Tile
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+KERNELS = {
+    "statistics_kernel": triton_rows.statistics_kernel,
+    "gradient_kernel": triton_rows.gradient_kernel,
+    "loss_kernel": triton_tokens.loss_kernel,
+    "merge_kernel": triton_tokens.merge_kernel,
+}
 POINTERS = ("logits", "targets", "statistics", "coefficients")
 OBJECTIVES = {
     "nll": {"NLL": True, "CLIP": True, "SHAPING": True},
@@ -159,7 +165,7 @@ def _optional(
 
 
 def compiled(variant: Variant) -> Compiled:
-    kernel = getattr(triton_jit, variant.kernel)
+    kernel = KERNELS[variant.kernel]
     order = {name: position for position, name in enumerate(kernel.arg_names)}
     signature = {name: variant.types.get(name, "constexpr") for name in order}
     missing = set(order) - set(variant.types) - set(variant.constants)

@@ -131,7 +131,7 @@ hide_unusable(Accelerators("some GPU", check_library("transformer-engine", {engi
             AS_ON_A_GPU,
             "does not work (RuntimeError: Found empty `transformer-engine` meta package installed.)",
         ),
-        (WHOLE, "", "has no GPU to run on"),
+        pytest.param(WHOLE, "", "has no GPU to run on", marks=pytest.mark.slow),
     ],
 )
 def test_megatron_runs_beside_a_package_that_cannot_be_used(

@@ -162,8 +162,8 @@ def test_what_does_not_fit_the_files_is_refused(fault: str, checkpoint: Path):
         (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x00", r"damaged|BINUNICODE8"),  # 2**56 bytes of text announced
         (b"\x80\x04Nr\xff\xff\xff\x7f.", "holds no checkpoint metadata"),  # memo 2**31: an array in pickle's own reader
         (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", r"asks for os\.system"),
-        (b"\x80\x04" + b")" + b"\x85" * 1_000_000 + b".", "holds no checkpoint metadata"),  # nested a million deep
-        (b"\x80\x04}" + b")" + b"\x85" * 1_000_000 + b"Ns.", "a tuple is the key"),
+        (b"\x80\x04" + b")" + b"\x85" * 100_000 + b".", "holds no checkpoint metadata"),  # nested deep
+        (b"\x80\x04}" + b")" + b"\x85" * 100_000 + b"Ns.", "a tuple is the key"),
         (b"\x80\x02Pstranger\n.", "opcode PERSID"),
     ],
 )
@@ -226,7 +226,7 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[zipfile.ZipInfo, bytes], tuple[int, byt
     "compressed": (lambda info, content: (zipfile.ZIP_DEFLATED, content), "are compressed"),
     "cut off": (
         lambda info, content: (0, content[:-4] if info.filename.endswith("data/0") else content),
-        "with all its values",
+        r"a tensor of shape \(3, 5\) is larger than its 56 bytes",
     ),
     "code": (
         lambda info, content: (0, pickle.dumps(_Runs(Path("ran"))) if info.filename.endswith(".pkl") else content),
@@ -234,19 +234,19 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[zipfile.ZipInfo, bytes], tuple[int, byt
     ),
     "no tensor": (
         lambda info, content: (0, pickle.dumps({"a": 1}) if info.filename.endswith(".pkl") else content),
-        "no tensor",
+        "hold something else than a tensor",
     ),
     "a huge shape": (
         lambda info, content: (0, content.replace(b"K\x03K\x05\x86", b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86")),
-        "with all its values",
+        r"a tensor of shape \(2147483647, 2147483647\) is larger than its 60 bytes",
     ),
     "a huge stride": (
         lambda info, content: (0, content.replace(b"K\x05K\x01\x86", b"J\xff\xff\xff\x7fK\x01\x86")),
-        "with all its values",
+        r"a tensor of shape \(3, 5\) is larger than its 60 bytes",
     ),
     "big-endian": (
         lambda info, content: (0, b"big" if info.filename.endswith("byteorder") else content),
-        "no little-endian tensor",
+        "their values are not little-endian",
     ),
 }
 
@@ -263,7 +263,7 @@ def test_a_damaged_or_crafted_tensor_is_named_by_its_file(fault: str, tmp_path: 
 
 def test_a_tensor_of_another_dtype_is_refused(tmp_path: Path):
     stored = dataclasses.replace(saved(torch.zeros(4), tmp_path), dtype=torch.int32)
-    with pytest.raises(ModelFolderError, match=r"another dtype than torch\.int32"):
+    with pytest.raises(ModelFolderError, match=r"hold a torch\.float32 tensor \(4,\), promised is torch\.int32"):
         read_tensor(stored)
 
 
@@ -271,5 +271,5 @@ def test_bytes_that_are_no_archive_are_refused(tmp_path: Path):
     stored = saved(torch.zeros(4), tmp_path)
     content = stored.chunks[0].file.read_bytes()
     for damaged in (b"x" * len(content), content[: len(content) // 2], content[::-1]):
-        with pytest.raises(ModelFolderError, match="hold no whole tensor"):
+        with pytest.raises(ModelFolderError, match=r"hold no whole archive|is missing|not where it should"):
             read_tensor(with_content(stored, damaged))

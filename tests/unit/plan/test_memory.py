@@ -33,6 +33,15 @@ def test_the_distributed_optimizer_shares_that_out_among_data_and_context_parall
         assert held.optimizer == pytest.approx(12 * PARAMETERS / 8, rel=1e-5)
 
 
+def test_fp8_keeps_two_bytes_more_of_each_number_in_a_matrix_of_the_layers():
+    """28 layers of 3584 x (3584 + 2 x 512) and 3584 x 3584 for attention, 3 x 3584 x 18944 for the MLP."""
+    layout = MegatronConfig(fp8_cfg={"enabled": True})
+    (stage,) = stages(QWEN_7B, layout)
+    held, without = (held_bytes(stage, Ranks(1, 1, 1, 1), each, 2) for each in (layout, MegatronConfig()))
+    assert held.fp8_weights == 2 * 28 * 3584 * (3584 + 2 * 512 + 3584 + 3 * 18944)
+    assert held.total - without.total == held.fp8_weights
+
+
 def test_activations_of_a_layer_of_7b_by_hand():
     """Two tensor-parallel ranks with sequence parallel, bfloat16, a position: norms 2 x 3584 x 10 / 2; queries, keys
     and values 1792 + 2 x 256, attended 2 x 1792, 4 x 128, and 5 x 9472, of 2 bytes; 14 heads and 2 norms of 4."""

@@ -79,8 +79,9 @@ def logits_of_both(model: PreTrainedModel, folder: Path, positions: int) -> tupl
     backend.install()
     (chunk,), arch = load_model(folder, PolicyConfig(model_name=str(folder), max_total_sequence_length=positions))
     tokens = torch.randint(0, arch.vocab_size, (1, positions), generator=torch.Generator().manual_seed(1))
-    mine = chunk(tokens, None, None, loss_mask=torch.ones_like(tokens, dtype=torch.bool))
-    return mine.squeeze(0)[:, : arch.vocab_size], model(input_ids=tokens).logits[0]
+    hidden = chunk(tokens, None, None, loss_mask=torch.ones_like(tokens, dtype=torch.bool))
+    logits = hidden.squeeze(0) @ chunk.output_weight.t()
+    return logits[:, : arch.vocab_size], model(input_ids=tokens).logits[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
