@@ -167,6 +167,7 @@ def peaks(names: list[str], args: argparse.Namespace, shape: str) -> dict[str, f
             print(f"  {name} did not run: {done.stderr.strip().splitlines()[-1]}", flush=True)
         else:
             found[name] = float(done.stdout.split()[-1])
+            print(f"  {name}: {found[name]:.0f} MiB", flush=True)
     return found
 
 

@@ -37,8 +37,8 @@ def linear_logprobs(hidden: Tensor, head: OutputHead, targets: Tensor, *, chunk_
 
 def linear_score(hidden: Tensor, head: OutputHead, targets: Tensor, *, chunk_rows: int) -> tuple[Tensor, Tensor]:
     """See `fused.score`."""
-    check_targets(targets, head.valid_vocab)
     chunks = Chunks(hidden, head.weight, head, chunk_rows)
+    check_targets(targets, head.valid_vocab)
     return chunks.logprob_entropy(_all_statistics(chunks, targets))
 
 

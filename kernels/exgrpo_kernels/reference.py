@@ -131,13 +131,13 @@ class _SumOverRanks(torch.autograd.Function):
     """Every rank makes the same loss of the sum, and so has the gradient of what it added itself."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(_: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = values.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

@@ -35,7 +35,7 @@ def gather(partials: Float[Tensor, "rows 4"], group: dist.ProcessGroup | None) -
     if group is None or dist.get_world_size(group) == 1:
         return partials[None]
     gathered = partials.new_empty(dist.get_world_size(group), *partials.shape)
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), partials.contiguous(), group=group)
+    dist.all_gather(list(gathered.unbind()), partials.contiguous(), group=group)
     return gathered
 
 
