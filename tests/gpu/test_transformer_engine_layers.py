@@ -1,6 +1,6 @@
 """The actor on Transformer Engine's layers, against Megatron's own: needs a GPU and a whole transformer-engine.
 
-    pytest -v tests/gpu/test_transformer_engine.py
+    pytest -v tests/gpu/test_transformer_engine_layers.py
 
 The yardstick is Megatron's own layers in float32. Any bfloat16 forward pass is some distance from it, and the distance
 of Megatron's own in bfloat16 is measured in the same test.
