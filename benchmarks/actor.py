@@ -1,17 +1,23 @@
 """CPU time of one training step of the Megatron actor, against transformers + torch AdamW in the same process.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:conversion python benchmarks/actor.py [--size 1M] [--repeats 15] [--profile]
+        [--beside FOLDER ...] [--loss-kernel linear]
 
 Both sides take the same optimiser step on 16 sequences of 128 tokens of which all but the first are trained on, so
 that neither gains by leaving out prompts or padding: forward (SDPA attention), the clipped ratio objective with the
 entropy of every token (reported, not trained), backward, norm, clipping to 1, AdamW. The weights after the first step
 are compared. Steps of the two sides alternate; each side's figure is its fastest step, the one that others disturbed
-least. `--profile` prints where the actor's time goes instead.
+least. `--profile` prints where the actor's time goes instead. `--beside` adds the actor of another checkout, in a
+process of its own, as one more side. To compare two checkouts give both so: to have a process to itself is worth 1%.
 
 Three runs on a quiet machine of 2 cores, torch 2.13.0, megatron-core 0.16.1:
 
      1M   actor 225 to 229 ms, transformers 205 to 207 ms, ratio 1.09 to 1.11
     10M   actor 1771 to 1785 ms, transformers 1696 to 1732 ms, ratio 1.03 to 1.04
+
+Those are of the loss from logits by autograd. In chunks from the hidden states, the output layer and the loss alone
+took 0.92 of that at 10M, 1.02 at 1M and half a millisecond more at the quickstart's size, in one run; of the whole step
+that is less than what two runs of the same code differ by on a busy machine (up to 5%).
 
 What the 20 ms of the small model are made of, timed piece by piece: Megatron keeps gate and up in one matrix, whose
 halves are strided for SiLU and put together again in the backward pass (4 ms); it cuts queries, keys and values from
@@ -24,12 +30,18 @@ fused kernels replace on GPUs. AdamW and the norm cost the same on both sides.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
+import os
 import pstats
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +55,8 @@ from exgrpo_megatron.types import TrainSequence
 
 SEQUENCES, LENGTH = 16, 128
 SIZES = {
+    "quickstart": {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4,
+                   "num_key_value_heads": 2, "vocab_size": 21},
     "1M": {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4,
            "num_key_value_heads": 2, "vocab_size": 1024},
     "10M": {"num_hidden_layers": 8, "hidden_size": 320, "intermediate_size": 896, "num_attention_heads": 8,
@@ -56,43 +70,97 @@ def main() -> None:
     parser.add_argument("--size", choices=[*SIZES], help="one of the sizes; default: all")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--beside", type=Path, action="append", default=[], help="folder of a checkout, whose actor is one more side"
+    )
+    parser.add_argument("--loss-kernel", help="policy.loss_kernel of the actor; default: the recipe's default")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)  # be such a third side
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     for size in [args.size] if args.size else SIZES:
         torch.manual_seed(0)
         config = transformers.Qwen2Config(**SIZES[size], max_position_embeddings=LENGTH, tie_word_embeddings=False)
         model = transformers.Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
-        compare(size, model, random_sequences(config.vocab_size), args.repeats, profile=args.profile)
+        sequences = random_sequences(config.vocab_size)
+        keys = {"loss_kernel": args.loss_kernel} if args.loss_kernel else {}
+        with actor_of(model, keys) as actor:
+            step = partial(actor_step, actor, sequences)
+            if args.answer:
+                answer(step)
+            elif args.profile:
+                print_profile(step, args.repeats)
+            else:
+                compare(size, model, actor, sequences, args.repeats, args.beside)
 
 
 def compare(
-    size: str, model: transformers.PreTrainedModel, sequences: list[TrainSequence], repeats: int, *, profile: bool
+    size: str,
+    model: transformers.PreTrainedModel,
+    actor: MegatronActor,
+    sequences: list[TrainSequence],
+    repeats: int,
+    beside: list[Path],
 ) -> None:
-    """Print the CPU time of a step of either side, and the ratio."""
-    policy = PolicyConfig(model_name="unused", train_micro_batch_size=SEQUENCES, max_total_sequence_length=LENGTH)
+    """Print the CPU time of a step of every side, and the actor's over the others'."""
+    ours, theirs = partial(actor_step, actor, sequences), TransformersStep(model, sequences)
+    ours(), theirs()
+    difference = weight_difference(actor, model)
+    sides = {"actor": partial(cpu_seconds, ours), "transformers": partial(cpu_seconds, theirs)}
+    with contextlib.ExitStack() as stack:
+        for checkout in beside:
+            sides[str(checkout)] = stack.enter_context(other_actor(checkout, size))
+        seconds = {name: [] for name in sides}
+        for _ in range(repeats):
+            for name, step_seconds in sides.items():
+                seconds[name].append(step_seconds())
+    fastest = {name: min(values) for name, values in seconds.items()}
+    listed = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in fastest.items())
+    ratios = ", ".join(
+        f"{fastest['actor'] / value:.3f} of {name}" for name, value in fastest.items() if name != "actor"
+    )
+    print(
+        f"{size} ({sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters): {listed} CPU a step, the actor "
+        f"{ratios}; largest difference of a weight after one step {difference:.0e}"
+    )
+
+
+@contextlib.contextmanager
+def actor_of(model: transformers.PreTrainedModel, keys: dict[str, Any]) -> Iterator[MegatronActor]:
+    policy = PolicyConfig(
+        model_name="unused", train_micro_batch_size=SEQUENCES, max_total_sequence_length=LENGTH, **keys
+    )
     comm = initialize(policy, ClusterConfig(), seed=0)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         actor = MegatronActor(Path(folder), policy, OPTIMIZER, SchedulerConfig(), total_updates=10_000, comm=comm)
-    sides = {"actor": lambda: actor_step(actor, sequences), "transformers": TransformersStep(model, sequences)}
-    if profile:
-        print_profile(sides["actor"], repeats)
-    else:
-        for step in sides.values():
-            step()
-        difference = weight_difference(actor, model)
-        seconds = {name: [] for name in sides}
-        for _ in range(repeats):
-            for name, step in sides.items():
-                seconds[name].append(cpu_seconds(step))
-        fastest = {name: min(values) for name, values in seconds.items()}
-        listed = ", ".join(f"{name} {1e3 * value:.0f} ms" for name, value in fastest.items())
-        print(
-            f"{size} ({sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters): {listed} CPU a step, ratio "
-            f"{fastest['actor'] / fastest['transformers']:.2f}; largest difference of a weight after one step "
-            f"{difference:.0e}"
-        )
+    yield actor
     comm.shutdown()
+
+
+@contextlib.contextmanager
+def other_actor(checkout: Path, size: str) -> Iterator[Callable[[], float]]:
+    """A function that takes a step of the actor in `checkout` and returns its CPU seconds; one is taken before."""
+    folders = [checkout.resolve() / part for part in ("", "kernels", "conversion")]
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--answer", "--size", size],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+    )  # fmt: skip
+
+    def step_seconds() -> float:
+        process.stdin.write("\n")
+        return float(process.stdout.readline())
+
+    step_seconds()
+    yield step_seconds
+    process.stdin.close()
+    process.wait()
+
+
+def answer(step: Callable[[], None]) -> None:
+    """Take a step for every line that comes in, and write its CPU seconds."""
+    for _ in sys.stdin:
+        print(cpu_seconds(step), flush=True)
 
 
 def random_sequences(vocab_size: int) -> list[TrainSequence]:

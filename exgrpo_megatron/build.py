@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,6 +51,11 @@ class Inputs:
     train: QuestionSet
     validation: QuestionSet | None
     sampling: SamplingParams
+
+    def data_record(self) -> dict[str, Any]:
+        """What is said of the questions in checkpoints and model cards."""
+        sets = {"train": self.train, "validation": self.validation}
+        return {name: questions.record() for name, questions in sets.items() if questions is not None}
 
     @property
     def held_out(self) -> tuple[Question, ...]:

@@ -216,8 +216,13 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""
-        found = self._all()
+        found = self.whole()
         return found[-1] if found else None
+
+    def at(self, step: int) -> Path | None:
+        """The whole checkpoint of a step."""
+        path = self.folder / f"step_{step:06d}"
+        return path if path in self.whole() else None
 
     def not_whole(self) -> list[Path]:
         """Folders with the name of a checkpoint that are none: nothing is resumed from them."""
@@ -227,13 +232,14 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """The checkpoint best in `checkpointing.metric_name` (ties: the newest); None where none has the metric."""
-        scored = [(value, path) for path in self._all() if (value := self._metric(path)) is not None]
+        scored = [(value, path) for path in self.whole() if (value := self._metric(path)) is not None]
         if not scored:
             return None
         sign = 1 if self.config.higher_is_better else -1
         return max(scored, key=lambda pair: (sign * pair[0], pair[1].name))[1]
 
-    def _all(self) -> list[Path]:
+    def whole(self) -> list[Path]:
+        """Every whole checkpoint, by step."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and _is_whole(path)]
@@ -249,9 +255,9 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """Delete what is no longer kept; what cannot be deleted costs room, not the run."""
-        keep = {*self._all()[-self.config.keep_last_n :], self.best()}
+        keep = {*self.whole()[-self.config.keep_last_n :], self.best()}
         left_over = [path for path in self.folder.iterdir() if _LEFT_OVER.fullmatch(path.name)]
-        for path in [*left_over, *(path for path in self._all() if path not in keep)]:
+        for path in [*left_over, *(path for path in self.whole() if path not in keep)]:
             try:
                 if path.is_symlink():
                     path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import subprocess
@@ -15,6 +16,10 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from exgrpo_megatron.acceleration import describe
+from exgrpo_megatron.accelerators import GRADIENT_EXTENSION, Accelerators, Library, age_fault
+from exgrpo_megatron.config import PolicyConfig
 
 Status = Literal["ok", "missing", "optional", "half installed"]
 """`missing`: needed and absent. `optional`: absent, and nothing needs it. `half installed`: there, but broken."""
@@ -50,7 +55,11 @@ class Package:
 
 PACKAGES: tuple[Package, ...] = (
     Package(
-        "megatron-core", "megatron.core", "the actor: model, schedules, optimizer", needed=True, probe="megatron.core"
+        "megatron-core",
+        "megatron.core",
+        "the actor: model, schedules, optimizer",
+        needed=True,
+        probe="exgrpo_megatron.policy.layers",  # as a run imports it, without what is half installed beside it
     ),
     Package("transformers", "transformers", "tokenizers, model configs, the check of every export", needed=True),
     Package("math-verify", "math_verify", "the reward", needed=True),
@@ -67,6 +76,12 @@ PACKAGES: tuple[Package, ...] = (
         probe="transformer_engine.pytorch",
     ),
     Package("apex", "apex", "a fused Adam where transformer-engine is absent", probe="apex.optimizers"),
+    Package(
+        GRADIENT_EXTENSION,
+        GRADIENT_EXTENSION,
+        "gradient_accumulation_fusion in Megatron's own layers (a CUDA module of apex)",
+        probe=GRADIENT_EXTENSION,
+    ),
     Package(
         "vllm",
         "vllm",
@@ -105,17 +120,8 @@ def import_fault(module: str) -> str | None:
 
     In a process of its own: broken GPU packages raise anything (RuntimeError, OSError, FileNotFoundError), or kill it.
     """
-    code = f"import sys; sys.path[:] = {sys.path!r}; import {module}"
-    try:
-        result = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PROBE_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    result = _run_apart(f"import {module}")
+    if result is None:
         return f"importing {module} took more than {PROBE_TIMEOUT_S:.0f} s"
     if result.returncode == 0:
         return None
@@ -123,25 +129,81 @@ def import_fault(module: str) -> str | None:
     return lines[-1] if lines else f"importing {module} ended with exit code {result.returncode}"
 
 
+def _run_apart(code: str) -> subprocess.CompletedProcess[str] | None:
+    """`code` in a Python of its own that finds the same modules; None where it takes too long."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+
+
 def choices(findings: list[Finding]) -> dict[str, str]:
     """What a run on this machine would use, by subject."""
     torch = _import_torch()
     if torch is None:
         return {"device": "none: torch does not import"}
-    cuda = torch.cuda.is_available()
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     works = {finding.name for finding in findings if finding.status == "ok"}
-    fused = cuda and "transformer-engine" in works
-    # Megatron looks for them in this order, whether or not there is a GPU.
-    adam = next((name for name in ("transformer-engine", "apex") if name in works), None)
+    found = accelerators_in(findings, gpu)
     return {
-        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if cuda else "CPU",
-        "backend": "nccl" if cuda else "gloo",
-        "attention": "transformer-engine"
-        if fused
-        else "torch's scaled_dot_product_attention in Megatron's local layers",
-        "optimizer": f"Megatron's, around {f'the fused Adam of {adam}' if adam else 'torch.optim.AdamW'}",
+        "device": f"{torch.cuda.device_count()} x {gpu}" if gpu else "CPU",
+        "backend": "nccl" if gpu else "gloo",
+        **describe(PolicyConfig(model_name="any", precision="bfloat16"), found),
+        "FP8": _fp8_answer(found),
         "rollouts": f"embedded (torch){', or vllm where the recipe says so' if 'vllm' in works else ''}",
     }
+
+
+def accelerators_in(findings: list[Finding], gpu: str | None) -> Accelerators:
+    """What a run would find, as far as the findings tell: without importing it here."""
+    by_name = {finding.name: finding for finding in findings}
+
+    def library(name: str) -> Library:
+        finding = by_name.get(name)
+        if finding is None or finding.installed is None:
+            return Library(name)
+        fault = None if finding.status == "ok" else finding.gives.rpartition(": ")[2]
+        if name == "transformer-engine":
+            fault = fault or age_fault(finding.installed)
+        return Library(name, finding.installed, fault)
+
+    engine, extension = library("transformer-engine"), by_name.get(GRADIENT_EXTENSION)
+    return Accelerators(
+        gpu,
+        engine,
+        library("apex"),
+        library("triton"),
+        gradient_extension=extension is not None and extension.status == "ok",
+        fp8_faults=_fp8_faults() if gpu and engine.works else {},
+    )
+
+
+def _fp8_faults() -> dict[str, str]:
+    result = _run_apart(
+        "import json; from exgrpo_megatron.accelerators import installed as i; print(json.dumps(dict(i().fp8_faults)))"
+    )
+    if result is None or result.returncode != 0:
+        return dict.fromkeys(_FP8_RECIPES, "transformer-engine does not answer")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+_FP8_RECIPES = ("blockwise", "tensorwise", "mxfp8")
+
+
+def _fp8_answer(found: Accelerators) -> str:
+    """Which FP8 a recipe could ask for."""
+    if found.gpu is None or not found.transformer_engine.works:
+        return "not possible: it needs Transformer Engine's layers"
+    faults = found.fp8_faults
+    answers = [f"{recipe}: {faults.get(recipe, 'possible')}" for recipe in _FP8_RECIPES]
+    return f"off, until policy.megatron_cfg.fp8_cfg.enabled ({'; '.join(answers)})"
 
 
 def print_report(findings: list[Finding] | None = None, console: Console | None = None) -> None:
@@ -161,9 +223,11 @@ def print_report(findings: list[Finding] | None = None, console: Console | None 
         status = f"[{styles[finding.status]}]{finding.status}[/]"
         table.add_row(finding.name, escape(finding.installed or "-"), status, escape(finding.gives))
     console.print(table)
-    console.print("\nA run on this machine uses:")
-    for subject, choice in choices(findings).items():
-        console.print(f"  {subject:<9}  {escape(choice)}", highlight=False)
+    console.print("\nA run on this machine uses, with policy.precision = bfloat16 and defaults for the rest:")
+    chosen = choices(findings)
+    width = max(map(len, chosen))
+    for subject, choice in chosen.items():
+        console.print(f"  {subject:<{width}}  {escape(choice)}", highlight=False)
 
 
 def _machine() -> list[Finding]:

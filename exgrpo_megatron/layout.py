@@ -24,6 +24,7 @@ def check_layout(architecture: Architecture, layout: MegatronConfig) -> None:
                 f"{name} = {size}"
             )
     stage_layers(architecture.num_layers, layout)
+    _check_fp8_widths(architecture, layout)
 
 
 def check_positions(architecture: Architecture, longest: int) -> None:
@@ -55,6 +56,29 @@ def check_engine_layout(
             f"{layout.tensor_model_parallel_size}, or, where there is one data-parallel rank (here "
             f"{data_parallel_size}), the {world_size} processes"
         )
+
+
+def _check_fp8_widths(architecture: Architecture, layout: MegatronConfig) -> None:
+    """Raise ConfigError where a weight's share on one rank has a side that FP8 products do not take."""
+    if not layout.fp8_cfg.enabled:
+        return
+    ranks, multiple = layout.tensor_model_parallel_size, layout.fp8_cfg.width_multiple
+    heads, groups = architecture.num_heads, architecture.num_kv_heads
+    for name, size in (
+        ("hidden_size", architecture.hidden_size),
+        ("intermediate_size", architecture.ffn_size // ranks),
+        ("num_attention_heads * head_dim", heads * architecture.head_dim // ranks),
+        (
+            "(num_attention_heads + 2 * num_key_value_heads) * head_dim",
+            (heads + 2 * groups) * architecture.head_dim // ranks,
+        ),
+    ):
+        if size % multiple:
+            raise ConfigError(
+                f"policy.megatron_cfg.fp8_cfg.fp8_recipe = {layout.fp8_cfg.fp8_recipe} takes weights whose sides are "
+                f"multiples of {multiple} on every rank, but the model's {name} is {size} there "
+                f"(tensor_model_parallel_size = {ranks})"
+            )
 
 
 def stage_layers(num_layers: int, layout: MegatronConfig) -> list[int]:

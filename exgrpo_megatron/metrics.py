@@ -31,6 +31,8 @@ RATIO_STATS: dict[str, str] = {
     "p99": "99% quantile",
     "max": "largest",
     "ess": "effective sample size / tokens, (sum w)^2 / (n sum w^2), of the",
+    "k1": "KL(old, new) in nats a token, estimated as the mean of -log w, by the",
+    "k3": "KL(old, new) in nats a token, estimated as the mean of w - 1 - log w, by the",
 }
 
 
@@ -83,6 +85,8 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/loss": Metric("", "loss, mean over the optimiser steps of the step"),
     "policy/entropy": Metric("nats", "mean entropy over response tokens, before their optimiser step"),
+    "policy/entropy_fresh": Metric("nats", "the same over new response tokens"),
+    "policy/entropy_replayed": Metric("nats", "the same over replayed tokens"),
     "policy/grad_norm": Metric("", "global L2 norm of the gradient before clipping, largest of the step"),
     "policy/learning_rate": Metric("", "learning rate of the last optimiser step"),
     "policy/skipped_updates": Metric(
@@ -100,6 +104,7 @@ METRICS: dict[str, Metric] = {
         f"ratio_replayed/{stat}": Metric("", f"{words} ratio w of replayed tokens, against their recorded log-probs")
         for stat, words in RATIO_STATS.items()
     },
+    "ratio_replayed/shaped": Metric("", "mean of f(w) over replayed tokens (experience.shaping: ratio only)"),
     **{
         f"ratio_engine/{stat}": Metric(
             "", f"{words} ratio of new response tokens, policy before the update to rollout engine (recomputed only)"
@@ -297,8 +302,16 @@ def ratio_summary(prefix: str, log_ratios: NDArray[np.floating]) -> dict[str, fl
         scaled = np.exp(exponents - exponents.max())
         share = scaled.sum() ** 2 / (scaled.size * np.square(scaled).sum())
         p01, p50, p99 = np.quantile(ratios, [0.01, 0.5, 0.99])
-    stats = {"min": ratios.min(), "p01": p01, "p50": p50, "p99": p99, "max": ratios.max(), "ess": share}
+        k1, k3 = -exponents.mean(), (ratios - 1 - exponents).mean()
+    extremes = {"min": ratios.min(), "p01": p01, "p50": p50, "p99": p99, "max": ratios.max()}
+    stats = {**extremes, "ess": share, "k1": k1, "k3": k3}
     return {f"{prefix}/{stat}": float(value) for stat, value in stats.items()}
+
+
+def mean_shaped(log_ratios: NDArray[np.floating], beta: float) -> float:
+    """Mean over tokens of f(w) = w / (w + beta), for w = exp(log ratio); it does not overflow."""
+    with np.errstate(over="ignore"):
+        return float((1 / (1 + beta * np.exp(-log_ratios.astype(np.float64)))).mean())
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

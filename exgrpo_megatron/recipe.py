@@ -57,6 +57,11 @@ NEMO_RL_ADVICE = {
     "policy.hf_config_overrides": "edit config.json in policy.model_name",
     "policy.megatron_cfg.enabled": "leave it out; the actor is always Megatron-Core",
     "policy.megatron_cfg.expert_tensor_parallel_size": "leave it out; models with experts are not supported",
+    "policy.megatron_cfg.attention_backend": "leave it out; Transformer Engine chooses by shape and GPU",
+    "policy.megatron_cfg.bias_dropout_fusion": "leave it out; there is neither a bias nor dropout to fuse",
+    "policy.megatron_cfg.fp8_cfg.force_clear_fp8_caches": "leave it out; nothing is moved off the GPU for rollouts",
+    "policy.megatron_cfg.masked_softmax_fusion": "leave it out; neither attention has a masked softmax of its own",
+    "policy.megatron_cfg.persist_layer_norm": "leave it out; it is for layer norms of apex, and norms here are RMSNorm",
     "policy.megatron_cfg.pipeline_dtype": "leave it out; it is policy.precision",
     "policy.sequence_packing.sequence_length_round": "leave it out; only what the parallel layout needs is padded",
     "policy.optimizer": "use policy.megatron_cfg.optimizer",
@@ -138,6 +143,7 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ("optimiser steps in all", f"{config.total_updates}"),
         ("micro-batches an optimiser step", _micro_batches_text(policy, per_rank, data_parallel_size)),
         ("tokens in one sequence, at most", f"{policy.max_total_sequence_length}"),
+        ("computed with", _layers_text(policy)),
         ("response tokens a step, at most", f"{answers * policy.generation.max_new_tokens:,}"),
         ("answers in the whole run", f"{answers * grpo.max_num_steps:,}, replayed ones included"),
     ]
@@ -149,6 +155,19 @@ def _micro_batches_text(policy: PolicyConfig, sequences: int, data_parallel_size
         return f"as many as the lengths need, each of at most {policy.mb_tokens(train=True)} positions, {kind}"
     size = policy.mb_sequences(train=True)
     return f"{-(-sequences // size)} on each of {data_parallel_size} data-parallel rank(s), of at most {size} sequences"
+
+
+def _layers_text(policy: PolicyConfig) -> str:
+    layout, fp8 = policy.megatron_cfg, policy.megatron_cfg.fp8_cfg
+    layers = {
+        "auto": "Transformer Engine's layers where a GPU has it, else Megatron's own",
+        "transformer_engine": "Transformer Engine's layers; refused where they cannot be used",
+        "local": "Megatron's own layers",
+    }["local" if policy.precision == "float32" else layout.transformer_impl]
+    if not fp8.enabled:
+        return f"{layers}; {policy.precision}"
+    multiple = layout.row_multiple
+    return f"{layers}; FP8 ({fp8.fp8}, {fp8.fp8_recipe}), rows padded to multiples of {multiple}"
 
 
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")

@@ -21,12 +21,13 @@ from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.metrics import MetricsLogger
+from exgrpo_megatron.metrics import MetricsLogger, read_metrics
 from exgrpo_megatron.parts import Reporter
 from exgrpo_megatron.prefill import load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
 from exgrpo_megatron.report.console import evaluation_line
-from exgrpo_megatron.run_folder import RECIPE_FILE, RunFolder, checkpoint_store, open_metrics
+from exgrpo_megatron.report.model_card import TrainedModel, model_card
+from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE, RunFolder, checkpoint_store, open_metrics
 from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.stop import StopSignal
 from exgrpo_megatron.trainer import StepResult, Trainer
@@ -34,6 +35,7 @@ from exgrpo_megatron.types import Question
 
 if TYPE_CHECKING:
     from exgrpo_megatron.policy.actor import MegatronActor
+    from exgrpo_megatron.policy.export import ExportOptions
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class TrainingRun:
     ) -> None:
         self.config, self.inputs, self.comm, self.reporter = config, inputs, comm, reporter
         self.folder = RunFolder(config)
+        self.data = inputs.data_record() if comm.is_main else {}
         self.store = checkpoint_store(config, comm)
         checkpoint = self.store.latest() if config.checkpointing.enabled else None
         state = check_state(checkpoint, inputs) if checkpoint else {}
@@ -197,6 +200,7 @@ class TrainingRun:
         return {
             **self.trainer.state_dict(),
             "data_fingerprint": self.inputs.train.fingerprint,
+            "data": self.data,
             "variant": self.config.variant_table(),
             "recipe": self.config.model_dump(mode="json"),
             "metrics": {name: value for name, value in values.items() if name.startswith("validation/")},
@@ -223,7 +227,11 @@ class TrainingRun:
     def _export(self) -> Path:
         from exgrpo_megatron.policy.export import export_hf  # noqa: PLC0415
 
-        report = export_hf(self.actor, self.folder.export, self.inputs.model_dir)
+        records = read_metrics(self.folder.path / METRICS_FILE) if self.comm.is_main else []
+        trained = TrainedModel(self.config, self.trainer.last_step, self.data, self.inputs.train.fingerprint, records)
+        report = export_hf(
+            self.actor, self.folder.export, self.inputs.model_dir, _what_goes_along(self.inputs, trained)
+        )
         if self.comm.is_main:
             self.folder.set_exported_step(self.trainer.last_step)
         self.reporter.note(f"exported to {self.folder.export} and checked: {report.describe()}")
@@ -289,8 +297,17 @@ def supervised_run(
     if trainer.last_step < trainer.max_num_steps:
         return None
     _check_finite(trainer, actor)
-    export_hf(actor, export_to, inputs.model_dir)
+    trained = TrainedModel(config, None, inputs.data_record() if comm.is_main else {}, inputs.train.fingerprint)
+    export_hf(actor, export_to, inputs.model_dir, _what_goes_along(inputs, trained))
     return export_to
+
+
+def _what_goes_along(inputs: Inputs, trained: TrainedModel) -> ExportOptions:
+    from exgrpo_megatron.policy.export import ExportOptions  # noqa: PLC0415
+
+    return ExportOptions(
+        tokenizer_dir=inputs.tokenizer.folder, card=lambda report: model_card(trained, report.describe())
+    )
 
 
 def _check_finite(trainer: SFTTrainer, actor: MegatronActor) -> None:

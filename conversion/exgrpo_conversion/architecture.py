@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from exgrpo_conversion import config_keys
+from exgrpo_conversion.families import FAMILIES, Family
+
 
 class UnsupportedModelError(ValueError):
     """A model (or parameter) that the weight mapping does not cover; names the key, its value and what is supported."""
@@ -31,7 +34,7 @@ class Llama3RopeScaling:
 class Architecture:
     """What the weight mapping and the Megatron model need to know about a dense decoder.
 
-    `family` selects the tensor table: "qwen2", "qwen3" or "llama" (Mistral without a sliding window is "llama").
+    `family` is the `model_type`, a key of `families.FAMILIES`, which has the names of the tensors.
     """
 
     family: str
@@ -55,32 +58,34 @@ class Architecture:
         """Read the dictionary of a config.json, written by transformers 4 or 5.
 
         Raises:
-            UnsupportedModelError: the config asks for something that the mapping does not reproduce exactly.
+            UnsupportedModelError: the config asks for something that the mapping does not reproduce exactly, or has a
+                key of which that is not known.
         """
-        model = _supported_model(config)
-        _refuse_unmapped(config, model)
-        hidden_size = _positive_int(config, "hidden_size")
+        family = _family(config)
+        config = {**family.absent, **config}
+        _refuse_unmapped(config, family)
         num_heads = _positive_int(config, "num_attention_heads")
-        num_kv_heads = _positive_int(config, "num_key_value_heads", model.kv_heads_if_absent or num_heads)
+        num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise UnsupportedModelError(
                 "num_key_value_heads", num_kv_heads, f"a divisor of the {num_heads} query heads"
             )
+        theta, scaling = _rope(config)
         return cls(
-            family=model.family,
+            family=family.model_type,
             num_layers=_positive_int(config, "num_hidden_layers"),
-            hidden_size=hidden_size,
+            hidden_size=_positive_int(config, "hidden_size"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(config, model, hidden_size, num_heads),
+            head_dim=_head_dim(config, num_heads),
             ffn_size=_positive_int(config, "intermediate_size"),
             vocab_size=_positive_int(config, "vocab_size"),
             tied=_flag(config, "tie_word_embeddings"),
-            qkv_bias=model.qkv_bias,
-            qk_norm=model.qk_norm,
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
             norm_eps=_positive_float("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
-            rope_theta=_rope_theta(config),
-            rope_scaling=_rope_scaling(config),
+            rope_theta=theta,
+            rope_scaling=scaling,
             max_positions=_positive_int(config, "max_position_embeddings"),
         )
 
@@ -91,55 +96,42 @@ def padded_vocab_size(vocab: int, divisible_by: int, tp_size: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class _Model:
-    """One `model_type`: its tensor table and what transformers assumes where config.json is silent."""
-
-    family: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    kv_heads_if_absent: int | None = None  # None: as many as query heads
-    head_dim_if_absent: int | None = None  # None: hidden_size / query heads
-    sliding_window_if_absent: int | None = None
-
-
-_MODELS = {
-    "qwen2": _Model("qwen2", qkv_bias=True, kv_heads_if_absent=32),
-    "qwen3": _Model("qwen3", qk_norm=True, kv_heads_if_absent=32, head_dim_if_absent=128),
-    "llama": _Model("llama"),
-    "mistral": _Model("llama", kv_heads_if_absent=8, sliding_window_if_absent=4096),
-}
-
-# Megatron-Core's llama3 scaling takes the factor only; the other three numbers are constants in its code.
+# Megatron-Core's llama3 scaling takes the factor only; the other three numbers are constants in its code. A model
+# could be given other frequencies once it is built, but no checkpoint would say so: Megatron-LM would load it wrong.
 _LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+_ROPE_KEYS = {
+    "default": {"type", "rope_type", "rope_theta", "partial_rotary_factor"},
+    "llama3": {"type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3_CONSTANTS},
+}
+"""What the rotary settings of each supported kind may hold."""
 
-def _supported_model(config: Mapping[str, Any]) -> _Model:
+
+def _family(config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _MODELS:
-        raise UnsupportedModelError("model_type", model_type, f"one of {', '.join(_MODELS)}")
-    classes = config.get("architectures") or ()
-    if classes and not any(str(name).endswith("ForCausalLM") for name in classes):
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnsupportedModelError("model_type", model_type, f"one of {', '.join(FAMILIES)}")
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list) or (classes and not any(str(name).endswith("ForCausalLM") for name in classes)):
         raise UnsupportedModelError("architectures", classes, "causal language models (…ForCausalLM)")
-    return _MODELS[model_type]
+    return FAMILIES[model_type]
 
 
-def _refuse_unmapped(config: Mapping[str, Any], model: _Model) -> None:
-    """Refuse the options that would change the function computed, or the set of tensors."""
-    _require(config, "hidden_act", "silu")
-    _require(config, "attention_dropout", 0)
-    _require(config, "use_sliding_window", False)
-    _require(config, "mlp_bias", False)
-    _require(config, "partial_rotary_factor", 1)
-    _require(config, "quantization_config", None)
-    if not model.qkv_bias:  # qwen2 has its biases by definition; transformers does not read the key there
-        _require(config, "attention_bias", False)
-    if config.get("model_type") == "mistral":
-        window = config.get("sliding_window", model.sliding_window_if_absent)
-        _require({"sliding_window": window}, "sliding_window", None)
-    layer_types = config.get("layer_types") or ()
-    if set(layer_types) - {"full_attention"}:
-        raise UnsupportedModelError("layer_types", sorted(set(layer_types)), "full_attention in every layer")
+def _refuse_unmapped(config: Mapping[str, Any], family: Family) -> None:
+    """Refuse what would change the function computed or the set of tensors, and what nobody knows about."""
+    only = {**config_keys.ONLY, **family.only}
+    for key, value in config.items():
+        if key in family.harmless:
+            continue
+        if key in only:
+            _require(config, key, only[key])
+        elif value is not None and key not in config_keys.READ and key not in config_keys.HARMLESS:
+            raise UnsupportedModelError(
+                key, value, f"no key of {family.model_type} models that is known to be mapped or to change nothing"
+            )
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise UnsupportedModelError("layer_types", layer_types, "full_attention in every layer")
 
 
 def _require(config: Mapping[str, Any], key: str, only: object) -> None:
@@ -149,42 +141,53 @@ def _require(config: Mapping[str, Any], key: str, only: object) -> None:
         raise UnsupportedModelError(key, value, f"only {only!r}")
 
 
-def _head_dim(config: Mapping[str, Any], model: _Model, hidden_size: int, num_heads: int) -> int:
-    if config.get("head_dim") is None and model.head_dim_if_absent is None and hidden_size % num_heads:
+def _head_dim(config: Mapping[str, Any], num_heads: int) -> int:
+    hidden_size = _positive_int(config, "hidden_size")
+    if config.get("head_dim") is None and hidden_size % num_heads:
         raise UnsupportedModelError(
             "num_attention_heads", num_heads, f"a divisor of hidden_size {hidden_size}, or an explicit head_dim"
         )
-    head_dim = _positive_int(config, "head_dim", model.head_dim_if_absent or hidden_size // num_heads)
+    head_dim = _positive_int(config, "head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise UnsupportedModelError("head_dim", head_dim, "an even number (rotary embedding turns pairs)")
     return head_dim
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary settings: `rope_parameters` (transformers 5), else `rope_scaling` (transformers 4)."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(key) or {}
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise UnsupportedModelError(key, rope, "one set of rotary settings for all layers")
-    return rope
+def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+    """Base and scaling: of `rope_parameters` (transformers 5), `rope_scaling` and `rope_theta` (transformers 4).
+
+    Who finds several of them does not know which one another program would take: they must agree.
+    """
+    found = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    thetas = {"rope_theta": config.get("rope_theta")}
+    scalings = {}
+    for key, rope in found.items():
+        if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+            raise UnsupportedModelError(key, rope, "one set of rotary settings for all layers")
+        thetas[f"{key}.rope_theta"] = rope.get("rope_theta")
+        scalings[key] = _rope_scaling(key, rope)
+    thetas = {key: theta for key, theta in thetas.items() if theta is not None}
+    theta = next(iter(thetas.values()), 10000.0)
+    if any(other != theta for other in thetas.values()):
+        raise UnsupportedModelError("rope_theta", thetas, "the same value in every place")
+    if len(set(scalings.values())) > 1:
+        raise UnsupportedModelError("rope_scaling", found, "the same settings under both keys")
+    return _positive_float("rope_theta", theta), next(iter(scalings.values()), None)
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    theta = _rope(config).get("rope_theta", config.get("rope_theta"))
-    return _positive_float("rope_theta", 10000.0 if theta is None else theta)
-
-
-def _rope_scaling(config: Mapping[str, Any]) -> Llama3RopeScaling | None:
-    rope = _rope(config)
+def _rope_scaling(key: str, rope: Mapping[str, Any]) -> Llama3RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3"):
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise UnsupportedModelError("rope_type", kind, "default or llama3")
     _require(rope, "partial_rotary_factor", 1)
+    unknown = [name for name, value in rope.items() if value is not None and name not in _ROPE_KEYS[kind]]
+    if unknown:
+        raise UnsupportedModelError(f"{key}.{unknown[0]}", rope[unknown[0]], f"no setting of {kind} rotary embeddings")
     if kind == "default":
         return None
-    for key, constant in _LLAMA3_CONSTANTS.items():
-        if rope.get(key) != constant:
-            raise UnsupportedModelError(f"llama3 {key}", rope.get(key), f"only {constant} (fixed in Megatron-Core)")
+    for name, constant in _LLAMA3_CONSTANTS.items():
+        if rope.get(name) != constant:
+            raise UnsupportedModelError(f"llama3 {name}", rope.get(name), f"only {constant} (fixed in Megatron-Core)")
     return Llama3RopeScaling(
         factor=_positive_float("llama3 factor", rope.get("factor")),
         low_freq_factor=float(rope["low_freq_factor"]),
@@ -196,13 +199,18 @@ def _rope_scaling(config: Mapping[str, Any]) -> Llama3RopeScaling | None:
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise UnsupportedModelError(key, value, "a positive integer")
+    most = _MAX_LAYERS if key == "num_hidden_layers" else _MAX_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise UnsupportedModelError(key, value, f"a positive integer up to {most}")
     return value
 
 
+# The list of a model's tensors is as long as a config.json says, which may come from anyone.
+_MAX_LAYERS, _MAX_SIZE = 10_000, 2**31 - 1
+
+
 def _positive_float(key: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
         raise UnsupportedModelError(key, value, "a positive number")
     return float(value)
 

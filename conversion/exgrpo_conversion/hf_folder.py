@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from exgrpo_conversion._aside import swap_in, temporary_sibling
+from exgrpo_conversion._mapped import as_values, map_part
+from exgrpo_conversion._safetensors import Entry, read_header
 from exgrpo_conversion._shards import INDEX_FILE, SINGLE_FILE, ShardWriter, sync
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_conversion.config_file import CONFIG_FILE, read_config, read_json
 from exgrpo_conversion.errors import ModelFolderError
+from exgrpo_conversion.file_checks import file_inside
 from exgrpo_conversion.mapping import manifest
 
-__all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "write_hf_folder"]
+__all__ = ["CONFIG_FILE", "HFReader", "ModelFolderError", "read_config", "sync", "write_hf_folder"]
 
 
 class HFReader:
-    """Reads tensors one at a time from a folder's safetensors files; the files are memory-mapped until `close`.
+    """Reads tensors one at a time from a folder's safetensors files.
 
     All shard headers are read and checked at once, so a missing or cut-off shard shows before anything is loaded.
     `model.safetensors` wins over an index beside it, as in transformers.
@@ -37,28 +38,41 @@ class HFReader:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         files, index = _shard_files(self.folder)
-        self._shards = {file: _open_shard(self.folder / file) for file in files}
-        self._file_of: dict[str, str] = {}
-        for file, shard in self._shards.items():
-            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                other = self._file_of.setdefault(name, file)
-                if other != file:
-                    raise ModelFolderError(f"{self.folder}: tensor {name} is both in {other} and in {file}")
+        self._entries: dict[str, tuple[Path, Entry]] = {}
+        for file in files:
+            path = file_inside(self.folder, file)
+            for name, entry in read_header(path).items():
+                other, _ = self._entries.setdefault(name, (path, entry))
+                if other != path:
+                    raise ModelFolderError(f"{self.folder}: tensor {name} is both in {other.name} and in {file}")
         for name, file in index.items():
-            if self._file_of.get(name) != file:
+            if name not in self._entries or self._entries[name][0].name != file:
                 raise ModelFolderError(f"{self.folder / INDEX_FILE} places tensor {name} in {file}, which lacks it")
 
     def names(self) -> list[str]:
         """Every tensor name found, sorted."""
-        return sorted(self._file_of)
+        return sorted(self._entries)
+
+    def names_in_file_order(self) -> list[str]:
+        """Every tensor name, file by file and in each as the data lie, so that reading never goes back."""
+        return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading its data."""
-        return tuple(self._shard_of(name).get_slice(name).get_shape())
+        return self._entry(name)[1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, without reading its data; raises ModelFolderError unless it is a float of 16 bits
+        or more."""
+        dtype = self._entry(name)[1].dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ModelFolderError(f"{self.folder}: tensor {name} is {dtype}; floats of 16 bits or more are supported")
+        return dtype
 
     def get(self, name: str) -> Tensor:
-        """One whole tensor on the CPU, in the dtype of the file."""
-        return self._shard_of(name).get_tensor(name)
+        """One whole tensor on the CPU, in the dtype of the file and mapped from it for as long as it is kept."""
+        path, entry = self._entry(name)
+        return as_values(map_part(path, entry.start, entry.nbytes), entry.dtype, entry.shape)
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes with a manifest.
@@ -69,22 +83,11 @@ class HFReader:
         Raises:
             ModelFolderError: one message with all missing, unexpected and misshapen tensors.
         """
-        missing = [name for name in expected if name not in self._file_of]
-        unexpected = [name for name in self.names() if name not in expected and not self._is_leftover(name, expected)]
-        misshapen = [
-            f"{name} {self.shape(name)} instead of {shape}"
-            for name, shape in expected.items()
-            if name in self._file_of and self.shape(name) != shape
-        ]
-        faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
-        text = "; ".join(f"{len(found)} {kind}: {_shortened(found)}" for kind, found in faults.items() if found)
-        if text:
-            raise ModelFolderError(f"the tensors in {self.folder} do not fit its {CONFIG_FILE}: {text}")
+        check_tensors(self.folder, {name: self.shape(name) for name in self.names()}, self.get, expected)
 
     def close(self) -> None:
-        """Unmap the files; tensors already returned stay valid."""
-        self._shards.clear()
-        self._file_of.clear()
+        """Forget what is in the folder; tensors already returned stay valid."""
+        self._entries.clear()
 
     def __enter__(self) -> HFReader:
         return self
@@ -92,21 +95,47 @@ class HFReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _shard_of(self, name: str) -> Any:
-        if name not in self._file_of:
+    def _entry(self, name: str) -> tuple[Path, Entry]:
+        if name not in self._entries:
             raise ModelFolderError(f"{self.folder} has no tensor {name}")
-        return self._shards[self._file_of[name]]
+        return self._entries[name]
 
-    def _is_leftover(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
-        if name.endswith(".rotary_emb.inv_freq"):
-            return True
-        embedding = "model.embed_tokens.weight"
-        return (
-            name == "lm_head.weight"
-            and embedding in expected
-            and embedding in self._file_of
-            and torch.equal(self.get(name), self.get(embedding))
-        )
+
+def check_tensors(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    get: Callable[[str], Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+) -> None:
+    """`HFReader.check` for the tensors of any kind of file; `get` reads one, where its values decide."""
+    missing = [name for name in expected if name not in shapes]
+    unexpected = [name for name in shapes if name not in expected and not _is_leftover(name, shapes, get, expected)]
+    misshapen = [
+        f"{name} {shapes[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    text = "; ".join(f"{len(found)} {kind}: {_shortened(found)}" for kind, found in faults.items() if found)
+    if text:
+        raise ModelFolderError(f"the tensors in {folder} do not fit its {CONFIG_FILE}: {text}")
+
+
+def index_of(path: Path) -> dict[str, str]:
+    """The weight_map of an index file: tensor name -> file name, all in the folder itself.
+
+    Raises:
+        ModelFolderError: there is no such file, or it is no such index.
+    """
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ModelFolderError(f"{path} has no weight_map")
+    checked: set[str] = set()
+    for name, file in index.items():
+        if not isinstance(file, str) or file not in checked:
+            file_inside(path.parent, file, f"{path} places {name}")
+            checked.add(file)
+    return index
 
 
 def write_hf_folder(
@@ -115,14 +144,15 @@ def write_hf_folder(
     *,
     arch: Architecture,
     source_dir: str | Path,
+    tokenizer_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> list[str]:
     """Stream weights into a complete Hugging Face folder at `dst`; on any failure `dst` is as it was before.
 
-    Tokenizer, chat template and generation settings are copied from `source_dir`, and its config.json with the dtype
-    of the new weights. An existing model folder at `dst` is replaced after everything is on disk. Peak memory is one
-    shard (`max_shard_bytes`) and one tensor.
+    Tokenizer and chat template are copied from `tokenizer_dir` (None: `source_dir`), generation settings from
+    `source_dir`, and its config.json with the dtype of the new weights. An existing model folder at `dst` is replaced
+    after everything is on disk. Each tensor is written when it comes, and none is held.
 
     Args:
         weights: Hugging Face names and tensors, each name of the manifest once, in any order, on any device.
@@ -141,23 +171,24 @@ def write_hf_folder(
     if Architecture.from_hf_config(config) != arch:
         raise ModelFolderError(f"{source_dir / CONFIG_FILE} describes another architecture than the weights have")
     _refuse_bad_destination(dst, source_dir)
-    with _temporary_sibling(dst) as folder:
-        writer = ShardWriter(folder, manifest(arch), dtype, max_shard_bytes)
-        for name, tensor in weights:
-            writer.add(name, tensor)
-        written_dtype = writer.finish()
-        _copy_side_files(source_dir, folder)
-        _write_json(folder / CONFIG_FILE, _with_dtype(config, written_dtype))
+    with temporary_sibling(dst) as folder:
+        with closing(ShardWriter(folder, manifest(arch), dtype, max_shard_bytes)) as writer:
+            for name, tensor in weights:
+                writer.add(name, tensor)
+            written_dtype = writer.finish()
+        copy_side_files(source_dir, folder, tokenizer_dir)
+        write_config(folder, config, written_dtype)
         for path in folder.iterdir():
             sync(path)
         sync(folder)
         files = sorted(path.name for path in folder.iterdir())
-        _swap_in(folder, dst)
+        swap_in(folder, dst)
     return files
 
 
-# What goes with the weights; copied where the source has it.
-_SIDE_FILES = (
+# What goes with the weights; copied where it is there.
+_SETTINGS = ("generation_config.json",)
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -165,7 +196,6 @@ _SIDE_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
 )
 
 
@@ -177,25 +207,25 @@ def _shard_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         raise ModelFolderError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors weights can be read"
         )
-    index = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(index, dict) or not index:
-        raise ModelFolderError(f"{folder / INDEX_FILE} has no weight_map")
-    for name, file in index.items():
-        if not isinstance(file, str) or file != Path(file).name or file == "..":
-            raise ModelFolderError(f"{folder / INDEX_FILE} places {name} in {file!r}: only files in the folder itself")
+    index = index_of(folder / INDEX_FILE)
     return sorted(set(index.values())), index
 
 
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path} is missing: the model folder is incomplete") from None
-    except SafetensorError as error:
-        size = path.stat().st_size
-        raise ModelFolderError(
-            f"{path} is no complete safetensors file ({size} bytes; {error}): download or export it again"
-        ) from error
+def _is_leftover(
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    get: Callable[[str], Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+) -> bool:
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    embedding = "model.embed_tokens.weight"
+    return (
+        name == "lm_head.weight"
+        and embedding in expected
+        and embedding in shapes
+        and torch.equal(get(name), get(embedding))
+    )
 
 
 def _shortened(items: list[str], limit: int = 8) -> str:
@@ -213,27 +243,31 @@ def _refuse_bad_destination(dst: Path, source_dir: Path) -> None:
         raise ModelFolderError(f"{dst} is not empty and no model folder ({CONFIG_FILE} is missing): choose another")
 
 
-@contextmanager
-def _temporary_sibling(dst: Path) -> Iterator[Path]:
-    """An empty folder beside `dst`, on the same file system; removed at the end unless it was renamed."""
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    folder = _hidden_sibling(dst, "partial")
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | None = None) -> None:
+    """Copy generation settings, and of `tokenizer_dir` (None: the same) tokenizer and chat template, as far as there
+    are any."""
+    _copy(_SETTINGS, source_dir, folder)
+    _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
 
 
-def _hidden_sibling(dst: Path, kind: str) -> Path:
-    return dst.parent / f".{dst.name}.{uuid.uuid4().hex[:8]}.{kind}"
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the files of a folder that go with the tokenizer and the chat template."""
+    return _matching(_TOKENIZER_FILES, folder)
 
 
-def _copy_side_files(source_dir: Path, folder: Path) -> None:
-    for pattern in _SIDE_FILES:
-        for path in source_dir.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+def _copy(patterns: tuple[str, ...], source: Path, folder: Path) -> None:
+    for name in _matching(patterns, source):
+        # A link could bring any file of this machine into the export.
+        shutil.copyfile(file_inside(source, name), folder / name)
+
+
+def _matching(patterns: tuple[str, ...], folder: Path) -> list[str]:
+    return sorted({path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write config.json with the dtype of the weights."""
+    _write_json(folder / CONFIG_FILE, _with_dtype(config, dtype))
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -244,19 +278,3 @@ def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _swap_in(folder: Path, dst: Path) -> None:
-    """Rename the finished folder to `dst`; what stood there is moved aside first and deleted last."""
-    old = _hidden_sibling(dst, "replaced") if dst.exists() else None
-    if old is not None:
-        os.rename(dst, old)
-    try:
-        os.rename(folder, dst)
-    except OSError:
-        if old is not None:
-            os.rename(old, dst)
-        raise
-    sync(dst.parent)
-    if old is not None:
-        shutil.rmtree(old)

@@ -8,7 +8,7 @@ the rows of its query heads, then of its key, then of its value; `linear_fc1` st
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -16,21 +16,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
+from exgrpo_conversion.families import FAMILIES
+from exgrpo_conversion.families.family import EMBEDDING, FINAL_NORM, OUTPUT_LAYER, QK_NORM
 
 # A weight matrix, bias or norm of any floating dtype.
 Weight: TypeAlias = Float[Tensor, "..."]
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT_LAYER = "output_layer.weight"
+__all__ = [
+    "EMBEDDING", "OUTPUT_LAYER", "Weight", "check_tensor_parallel", "hf_names", "is_sharded", "manifest",
+    "megatron_names", "megatron_pieces", "pad_vocab", "shard", "to_hf", "to_megatron", "unshard",
+]  # fmt: skip
 
 
 def megatron_names(arch: Architecture) -> list[str]:
     """Every parameter of the whole Megatron model, by its local-spec name, first layer to last."""
     layers = [
-        f"decoder.layers.{layer}.{suffix}" for layer in range(arch.num_layers) for suffix in _LAYER_TABLES[arch.family]
+        f"decoder.layers.{layer}.{suffix}" for layer in range(arch.num_layers) for suffix in FAMILIES[arch.family].layer
     ]
     head = [] if arch.tied else [OUTPUT_LAYER]
-    return [EMBEDDING, *layers, "decoder.final_layernorm.weight", *head]
+    return [EMBEDDING, *layers, FINAL_NORM, *head]
 
 
 def hf_names(arch: Architecture, megatron_name: str) -> tuple[str, ...]:
@@ -53,15 +57,25 @@ def to_megatron(arch: Architecture, megatron_name: str, tensors: Sequence[Weight
     Raises:
         ValueError: a wrong number of tensors, or a tensor of another shape than the architecture says.
     """
+    pieces = megatron_pieces(arch, megatron_name, tensors)
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def megatron_pieces(arch: Architecture, megatron_name: str, tensors: Sequence[Weight]) -> list[Weight]:
+    """Parts of the input whose rows, one part after another, are the parameter that `to_megatron` makes.
+
+    Raises:
+        ValueError: as `to_megatron`.
+    """
     parts = _parts(arch, megatron_name)
     if len(tensors) != len(parts):
         raise ValueError(f"{megatron_name} is made of {len(parts)} tensors ({', '.join(parts)}), got {len(tensors)}")
     for (name, shape), tensor in zip(parts.items(), tensors, strict=True):
         _check_shape(name, shape, tensor)
     if _is_fused_qkv(megatron_name):
-        grouped = [_by_group(arch, tensor) for tensor in tensors]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        groups = zip(*(_by_group(arch, tensor) for tensor in tensors), strict=True)
+        return [piece for group in groups for piece in group]
+    return list(tensors)
 
 
 def to_hf(arch: Architecture, megatron_name: str, tensor: Weight) -> list[tuple[str, Weight]]:
@@ -147,49 +161,8 @@ def pad_vocab(weight: Float[Tensor, "vocab hidden"], rows: int) -> Float[Tensor,
     return weight if rows == vocab else torch.cat([weight, weight.new_zeros(rows - vocab, hidden)])
 
 
-# Megatron parameter -> its Hugging Face tensors -> their dimensions, named as in `_sizes`.
-_Table = Mapping[str, Mapping[str, tuple[str, ...]]]
-
-_TOP: _Table = {
-    EMBEDDING: {"model.embed_tokens.weight": ("vocab", "hidden")},
-    "decoder.final_layernorm.weight": {"model.norm.weight": ("hidden",)},
-    OUTPUT_LAYER: {"lm_head.weight": ("vocab", "hidden")},
-}
-
-_DENSE_LAYER: _Table = {
-    "input_layernorm.weight": {"input_layernorm.weight": ("hidden",)},
-    "self_attention.linear_qkv.weight": {
-        "self_attn.q_proj.weight": ("queries", "hidden"),
-        "self_attn.k_proj.weight": ("keys", "hidden"),
-        "self_attn.v_proj.weight": ("keys", "hidden"),
-    },
-    "self_attention.linear_proj.weight": {"self_attn.o_proj.weight": ("hidden", "queries")},
-    "pre_mlp_layernorm.weight": {"post_attention_layernorm.weight": ("hidden",)},
-    "mlp.linear_fc1.weight": {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")},
-    "mlp.linear_fc2.weight": {"mlp.down_proj.weight": ("hidden", "ffn")},
-}
-
-_QKV_BIAS: _Table = {
-    "self_attention.linear_qkv.bias": {
-        "self_attn.q_proj.bias": ("queries",),
-        "self_attn.k_proj.bias": ("keys",),
-        "self_attn.v_proj.bias": ("keys",),
-    },
-}
-
-_QK_NORM: _Table = {
-    "self_attention.q_layernorm.weight": {"self_attn.q_norm.weight": ("head",)},
-    "self_attention.k_layernorm.weight": {"self_attn.k_norm.weight": ("head",)},
-}
-
-_LAYER_TABLES: Mapping[str, _Table] = {
-    "llama": _DENSE_LAYER,
-    "qwen2": {**_DENSE_LAYER, **_QKV_BIAS},
-    "qwen3": {**_DENSE_LAYER, **_QK_NORM},
-}
-
 # Transformer Engine fuses a norm into the linear layer behind it and names it there.
-_LOCAL_SPEC_NAME = {
+LOCAL_SPEC_NAME = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -204,10 +177,10 @@ _SHARDED_DIM = {
     "mlp.linear_fc2.weight": 1,
 }
 _REPLICATED = {
-    "decoder.final_layernorm.weight",
+    FINAL_NORM,
     "input_layernorm.weight",
     "pre_mlp_layernorm.weight",
-    *_QK_NORM,
+    *QK_NORM,
 }
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -216,7 +189,8 @@ _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 def _parts(arch: Architecture, megatron_name: str) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of the tensors of one Megatron parameter."""
     layer, suffix = _parse(megatron_name)
-    table = _TOP if layer is None else _LAYER_TABLES[arch.family]
+    family = FAMILIES[arch.family]
+    table = family.top if layer is None else family.layer
     if suffix not in table or (layer is not None and layer >= arch.num_layers):
         raise UnsupportedModelError(
             "Megatron parameter", megatron_name, f"parameters of a {arch.family} model with {arch.num_layers} layers"
@@ -233,7 +207,7 @@ def _parse(megatron_name: str) -> tuple[int | None, str]:
     match = _LAYER_NAME.fullmatch(megatron_name)
     if not match:
         return None, megatron_name
-    return int(match[1]), _LOCAL_SPEC_NAME.get(match[2], match[2])
+    return int(match[1]), LOCAL_SPEC_NAME.get(match[2], match[2])
 
 
 def _sizes(arch: Architecture) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
+    Fp8Config,
     MegatronConfig,
     MegatronOptimizerConfig,
     OptimizerConfig,
@@ -29,7 +30,13 @@ from exgrpo_megatron.config.objective import (
     VariantName,
     whole_share,
 )
-from exgrpo_megatron.config.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig, TokenizerConfig
+from exgrpo_megatron.config.policy import (
+    DynamicBatchingConfig,
+    LossKernel,
+    PolicyConfig,
+    SequencePackingConfig,
+    TokenizerConfig,
+)
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE, AgreementConfig, GenerationConfig, VllmConfig
 from exgrpo_megatron.config.run import (
     CheckpointConfig,
@@ -73,10 +80,12 @@ __all__ = [
     "EvalConfig",
     "Eviction",
     "ExperienceConfig",
+    "Fp8Config",
     "GRPOConfig",
     "GenerationConfig",
     "LoggerConfig",
     "LossConfig",
+    "LossKernel",
     "MathEnvConfig",
     "MegatronConfig",
     "MegatronOptimizerConfig",

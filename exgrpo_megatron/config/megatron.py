@@ -71,6 +71,43 @@ class DistributedDataParallelConfig(Section):
         return self
 
 
+class Fp8Config(Section):
+    """FP8 in the matrix products of Transformer Engine's layers; embedding, output layer, attention stay bfloat16."""
+
+    enabled: bool = key(False, "compute the layers' matrix products in FP8 (needs Transformer Engine's layers)")
+    fp8: Literal["e4m3", "hybrid"] = key("e4m3", "e4m3 everywhere, or hybrid: e5m2 for gradients")
+    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8"] = key(
+        "blockwise",
+        "what has a scale of its own: blockwise: 128 numbers of a position, and 128 x 128 of a weight; tensorwise: a "
+        "tensor, so that log-probs depend a little on what else is in the micro-batch; mxfp8: 32 numbers (delayed, "
+        "with scales of earlier passes, is refused: log-probs would depend on these)",
+    )
+    fp8_param: bool = key(False, "keep the weights in FP8; refused: leave it false")
+
+    @property
+    def row_multiple(self) -> int:
+        """Positions that the products on one rank see are a multiple of this; 1 without FP8."""
+        return _FP8_POSITIONS[self.fp8_recipe] if self.enabled else 1
+
+    @property
+    def width_multiple(self) -> int:
+        """Rows and columns of a weight on one rank must be multiples of this."""
+        return 32 if self.fp8_recipe == "mxfp8" else 16
+
+    @model_validator(mode="after")
+    def _weights_stay_bfloat16(self) -> Fp8Config:
+        if self.fp8_param:
+            raise ValueError(
+                "fp8_param = true is not supported: the optimizer's float32 weights would be those before the model "
+                "was loaded, and exports would be rounded to FP8; leave it false"
+            )
+        return self
+
+
+_FP8_POSITIONS = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+"""cuBLAS wants the contracted side of a product, which in a weight's gradient is the positions, in whole blocks."""
+
+
 class MegatronConfig(Section):
     """Parallel layout and optimiser of the Megatron-Core actor; the processes left over are data parallel."""
 
@@ -98,6 +135,23 @@ class MegatronConfig(Section):
     activation_checkpointing: bool = key(
         False, "keep only each layer's input of the forward pass, and compute the rest again in the backward pass"
     )
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = key(
+        "auto",
+        "whose layers: transformer_engine (refused where it cannot be used), local: Megatron's own, or auto: the first "
+        "where there are a GPU, Transformer Engine and policy.precision = bfloat16, else the second",
+    )
+    apply_rope_fusion: bool | None = key(
+        None, "rotate positions in one kernel of Transformer Engine; null: with its layers"
+    )
+    bias_activation_fusion: bool | None = key(
+        None, "compile the activation into one kernel, with triton; null: with Transformer Engine's layers"
+    )
+    gradient_accumulation_fusion: bool | None = key(
+        None,
+        "add the gradients of the layers' weights to the float32 sum as they are made (needs Transformer Engine's "
+        "layers or apex's extension); null: where it can be",
+    )
+    fp8_cfg: Fp8Config = key(Fp8Config(), "FP8")
     distributed_data_parallel_config: DistributedDataParallelConfig = key(
         DistributedDataParallelConfig(), "exchange between data-parallel ranks"
     )
@@ -122,9 +176,9 @@ class MegatronConfig(Section):
     @property
     def row_multiple(self) -> int:
         """Positions of a row are a multiple of this: its part on a context-parallel rank is shared out once more among
-        tensor-parallel ranks with sequence parallelism."""
+        tensor-parallel ranks with sequence parallelism, and FP8 wants whole blocks of what is left."""
         shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
-        return math.lcm(self.sequence_multiple, self.context_parallel_size * shares)
+        return math.lcm(self.sequence_multiple, self.context_parallel_size * shares * self.fp8_cfg.row_multiple)
 
     @model_validator(mode="after")
     def _no_experts(self) -> MegatronConfig:
@@ -132,6 +186,15 @@ class MegatronConfig(Section):
             raise ValueError(
                 f"expert_model_parallel_size = {self.expert_model_parallel_size}, but models with experts are not "
                 "supported: leave it 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_needs_its_layers(self) -> MegatronConfig:
+        if self.fp8_cfg.enabled and self.transformer_impl == "local":
+            raise ValueError(
+                "fp8_cfg.enabled = true needs Transformer Engine's layers, but transformer_impl = local: set it to "
+                "auto or transformer_engine, or fp8_cfg.enabled to false"
             )
         return self
 

@@ -11,6 +11,8 @@ from exgrpo_megatron.config.megatron import MegatronConfig
 from exgrpo_megatron.config.rollouts import GenerationConfig
 from exgrpo_megatron.config.section import Name, PositiveFloat, PositiveInt, Section, key
 
+LossKernel = Literal["auto", "reference", "logits", "linear"]
+
 
 class DynamicBatchingConfig(Section):
     """Micro-batches of as many padded rows as a number of positions admits."""
@@ -69,6 +71,18 @@ class PolicyConfig(Section):
     sequence_packing: SequencePackingConfig = key(SequencePackingConfig(), "packed micro-batches by a token budget")
     max_total_sequence_length: PositiveInt = key(608, "longest prompt + response", "tokens")
     precision: Literal["float32", "bfloat16"] = key("float32", "numbers of the weights in forward and backward")
+    loss_kernel: LossKernel = key(
+        "auto",
+        "how log-probs, entropies and the loss are computed from the last hidden states. linear: the logits of some "
+        "tokens at a time; logits: those of all tokens at once, their gradient in their place; reference: as written "
+        "down, by autograd, to compare with; auto: linear",
+    )
+    logprob_chunk_size: PositiveInt | None = key(
+        None,
+        "how many tokens have logits at a time (loss_kernel: linear); null: as many as fill 16 MiB, or for a large "
+        "vocabulary half the space of the output layer's gradient, up to 1024",
+        "tokens",
+    )
     max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")
     skip_grad_norm_above: PositiveFloat = key(
         500.0, "an optimiser step whose norm is above this, or whose norm or loss is not finite, is skipped and counted"
@@ -111,6 +125,20 @@ class PolicyConfig(Section):
         return -(-self.max_total_sequence_length // self.padded_to) * self.padded_to
 
     @model_validator(mode="after")
+    def _transformer_engine_has_bfloat16(self) -> PolicyConfig:
+        layout = self.megatron_cfg
+        for name, asked in (
+            ("fp8_cfg.enabled = true", layout.fp8_cfg.enabled),
+            ("transformer_impl = transformer_engine", layout.transformer_impl == "transformer_engine"),
+        ):
+            if asked and self.precision == "float32":
+                raise ValueError(
+                    f"megatron_cfg.{name} needs policy.precision = bfloat16 (it is float32): Transformer Engine's "
+                    "fused attention has no float32"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_rule_for_micro_batches(self) -> PolicyConfig:
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
             raise ValueError(
@@ -125,6 +153,16 @@ class PolicyConfig(Section):
                     f"micro-batches up to {name}.train_mb_tokens and logprob_mb_tokens: set policy.{limit} to null, or "
                     f"{name}.enabled to false"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_have_a_size_where_there_are_chunks(self) -> PolicyConfig:
+        if self.logprob_chunk_size is not None and self.loss_kernel in ("reference", "logits"):
+            raise ValueError(
+                f"logprob_chunk_size = {self.logprob_chunk_size} has no effect with loss_kernel = "
+                f"'{self.loss_kernel}', which computes the logits of all tokens at once: set logprob_chunk_size to "
+                "null, or loss_kernel to 'linear'"
+            )
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -44,6 +45,23 @@ class QuestionSet:
             f"{len(self.questions)} from {self.source}, prompts of {min(lengths)} to {max(lengths)} tokens; "
             f"left out: {', '.join(filter(None, left_out)) or 'none'}; fingerprint {self.fingerprint}"
         )
+
+    def record(self) -> dict[str, object]:
+        """What a checkpoint and a model card say of the questions (the recipe has the path); reads a file once for its
+        SHA-256."""
+        path = Path(self.source)
+        return {
+            "source": path.name,
+            "sha256": _digest(path) if path.is_file() else None,
+            "questions": len(self.questions),
+            "left_out": len(self.dropped_too_long) + len(self.dropped_unwritable) + self.num_duplicates,
+            "fingerprint": self.fingerprint,
+        }
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _counted(ids: tuple[str, ...], what: str) -> str:

@@ -21,9 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from exgrpo_conversion.architecture import Architecture, padded_vocab_size
+from exgrpo_kernels.chunk_size import default_chunk_rows
+from exgrpo_megatron.config import LossKernel
 from exgrpo_megatron.layout import VOCAB_MULTIPLE
 
 _FLOAT32 = 4
+# The reference is plain autograd: so many tensors of the size of the logits at a time, with and without gradients.
+_REFERENCE_LOSS, _REFERENCE_SCORE = 6, 5
 """Bytes."""
 
 
@@ -33,11 +37,14 @@ class TokenLayout:
 
     positions: int
     response_tokens: int
-    """At how many of them the last stage computes logits."""
+    """For how many of them the last stage has a loss."""
     tensor_parallel: int
     sequence_parallel: bool
     number_bytes: int
     """Of a number of the training precision."""
+    loss_kernel: LossKernel = "auto"
+    chunk_size: int | None = None
+    """Tokens that have logits at a time, where the kernel works in chunks; None: the kernel chooses."""
 
     @property
     def hidden_share(self) -> int:
@@ -63,12 +70,32 @@ def boundary_bytes(arch: Architecture, tokens: TokenLayout) -> int:
 
 
 def head_bytes(arch: Architecture, tokens: TokenLayout) -> int:
-    """Of the last stage beside its layers and logits: the final norm, and the rows chosen of its output."""
+    """Of the last stage beside its layers and the loss: the final norm, and the rows chosen of its output."""
     norm = tokens.positions * arch.hidden_size * 2 * _FLOAT32 // tokens.hidden_share
     return norm + tokens.response_tokens * arch.hidden_size * tokens.number_bytes
 
 
-def logits_bytes(arch: Architecture, tokens: TokenLayout, *, backward: bool) -> int:
-    """Of the logits of a micro-batch and, in training, of their gradient, which is in memory beside them."""
+def loss_bytes(arch: Architecture, tokens: TokenLayout, *, backward: bool) -> int:
+    """Of the output layer's work on a micro-batch: logits, and in training all gradients that are made beside them.
+
+    Logits are float32, of some tokens at a time or of all, and their gradient takes their place, with a copy of it in
+    the training precision for the products. The gradients of hidden states and weight (float32) are made with them.
+    """
     columns = padded_vocab_size(arch.vocab_size, VOCAB_MULTIPLE, tokens.tensor_parallel) // tokens.tensor_parallel
-    return tokens.response_tokens * columns * tokens.number_bytes * (2 if backward else 1)
+    lower = tokens.number_bytes if tokens.number_bytes < _FLOAT32 else 0
+    rows = _tokens_at_a_time(tokens, arch.hidden_size, columns)
+    if not backward:
+        return rows * columns * _FLOAT32 * (_REFERENCE_SCORE if tokens.loss_kernel == "reference" else 1)
+    weight_gradient = columns * arch.hidden_size * _FLOAT32
+    hidden_gradient = tokens.response_tokens * arch.hidden_size * tokens.number_bytes
+    gradients = weight_gradient + hidden_gradient
+    if tokens.loss_kernel == "reference":  # hidden states and weight are multiplied in float32
+        copies = (columns + tokens.response_tokens) * arch.hidden_size * _FLOAT32 if lower else 0
+        return _REFERENCE_LOSS * rows * columns * _FLOAT32 + copies + gradients
+    return rows * columns * (_FLOAT32 + lower) + gradients
+
+
+def _tokens_at_a_time(tokens: TokenLayout, hidden: int, columns: int) -> int:
+    if tokens.loss_kernel in ("reference", "logits"):
+        return tokens.response_tokens
+    return min(tokens.response_tokens, tokens.chunk_size or default_chunk_rows(hidden, columns))

@@ -59,7 +59,7 @@ class Plan:
         training = stage.held.total + (0 if engine.sleeps else engine.weights)
         activations = stage.step.recomputed if self.recomputed else stage.step.kept
         return {
-            "update": training + activations + stage.step.logits,
+            "update": training + activations + stage.step.loss,
             "scoring": training + stage.step.scoring,
             "rollout": stage.held.total + engine.weights + engine.kv_cache,
             "weight push": stage.held.total + engine.weights + engine.loading,
@@ -113,6 +113,7 @@ def check_fits(plan: Plan, config: Config) -> None:
     held, engine = stage.held, plan.rollout
     parts = {
         "weights": held.weights,
+        "FP8 weights": held.fp8_weights,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
         **_parts_of(phase, stage, plan),
@@ -130,7 +131,7 @@ def _parts_of(phase: str, stage: StagePlan, plan: Plan) -> dict[str, int]:
     step = stage.step
     activations = step.recomputed if plan.recomputed else step.kept
     return {
-        "update": {"activations": activations, "logits": step.logits},
+        "update": {"activations": activations, "loss": step.loss},
         "scoring": {"scoring": step.scoring},
         "rollout": {"KV cache": plan.rollout.kv_cache},
         "weight push": {"second rollout weights": plan.rollout.loading},
@@ -186,6 +187,8 @@ def _tokens(
         tensor_parallel=ranks.tensor,
         sequence_parallel=policy.megatron_cfg.sequence_parallel,
         number_bytes=number_bytes,
+        loss_kernel=policy.loss_kernel,
+        chunk_size=policy.logprob_chunk_size,
     )
 
 

@@ -1,4 +1,4 @@
-"""Bytes of training on one rank of each pipeline stage: weights, gradients, optimizer, activations, logits."""
+"""Bytes of training on one rank of each pipeline stage: weights, gradients, optimizer, activations, loss."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.config import MegatronConfig
-from exgrpo_megatron.plan.activations import TokenLayout, boundary_bytes, head_bytes, layer_bytes, logits_bytes
+from exgrpo_megatron.plan.activations import TokenLayout, boundary_bytes, head_bytes, layer_bytes, loss_bytes
 from exgrpo_megatron.plan.buffers import Buffer, overlap_bucket_size, plain_buffer, shared_buffer
 from exgrpo_megatron.plan.parameters import Parameter, Stage
 from exgrpo_megatron.plan.ranks import Ranks
 
 _FLOAT32, _MOMENTS = 4, 2
+_FP8_COPIES = 2
+"""Bytes a number: products of the forward pass want rows in a row, of the backward pass columns."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,12 @@ class HeldBytes:
     """Float32, whole on every data-parallel rank."""
     optimizer: int
     """Two moments in float32, and for weights of lower precision their float32 originals."""
+    fp8_weights: int = 0
+    """Transformer Engine's FP8 copies of the layers' matrices, by rows and by columns."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.fp8_weights
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,14 @@ class StepBytes:
     """Activations between forward and backward pass, nothing recomputed."""
     recomputed: int
     """The same with activation_checkpointing."""
-    logits: int
-    """Of the last stage, with their gradient."""
+    loss: int
+    """Of the last stage: logits, and the gradients made with them."""
     scoring: int
     """Of a forward-only pass: logits and one layer's work."""
 
 
 def held_bytes(stage: Stage, ranks: Ranks, layout: MegatronConfig, number_bytes: int) -> HeldBytes:
-    """Exactly what Megatron-Core allocates; `number_bytes` is the size of a weight."""
+    """Exactly what Megatron-Core allocates, FP8 copies by arithmetic; `number_bytes` is the size of a weight."""
     sharing = ranks.data * ranks.context
     buffers = [
         _buffer(chunk, layout, sharing, bucketed=stage.index == index == 0) for index, chunk in enumerate(stage.chunks)
@@ -56,7 +60,17 @@ def held_bytes(stage: Stage, ranks: Ranks, layout: MegatronConfig, number_bytes:
         owned = max(sum(buffer.owned(rank, sharing) for buffer in buffers) for rank in range(sharing))
     else:
         elements = owned = stage.elements
-    return HeldBytes(elements * number_bytes, elements * _FLOAT32, owned * state)
+    copies = _FP8_COPIES * _matrix_elements(stage) if layout.fp8_cfg.enabled else 0
+    return HeldBytes(elements * number_bytes, elements * _FLOAT32, owned * state, copies)
+
+
+def _matrix_elements(stage: Stage) -> int:
+    return sum(
+        parameter.elements
+        for chunk in stage.chunks
+        for parameter in chunk
+        if ".linear_" in parameter.name and parameter.name.endswith(".weight")
+    )
 
 
 def step_bytes(
@@ -70,8 +84,8 @@ def step_bytes(
     return StepBytes(
         kept=layers * layer + between,
         recomputed=layers * boundary + layer + between,
-        logits=logits_bytes(arch, train, backward=True) if stage.is_last else 0,
-        scoring=layer_bytes(arch, score) + (logits_bytes(arch, score, backward=False) if stage.is_last else 0),
+        loss=loss_bytes(arch, train, backward=True) if stage.is_last else 0,
+        scoring=layer_bytes(arch, score) + (loss_bytes(arch, score, backward=False) if stage.is_last else 0),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -14,24 +16,26 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
+from exgrpo_kernels import fused
+from exgrpo_kernels.fused import OutputHead
+from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
-from exgrpo_megatron.policy import backend, checkpoint, schedule
-from exgrpo_megatron.policy.batch import (
-    BatchRule,
-    MicroBatch,
-    TokenConstants,
-    in_input_order,
-    micro_batches,
-    pairs,
-    token_constants,
-)
+from exgrpo_megatron.policy import backend, checkpoint, layers, schedule
+from exgrpo_megatron.policy.batch import BatchRule, MicroBatch, in_input_order, loss_inputs, micro_batches, pairs
+from exgrpo_megatron.policy.head import output_head
 from exgrpo_megatron.policy.model import ResponseModel, load_model
 from exgrpo_megatron.policy.optimizer import apply_gradients, build_optimizer, build_scheduler
 from exgrpo_megatron.policy.schedule import Outputs
 from exgrpo_megatron.policy.weights import WeightExport
 from exgrpo_megatron.types import LossTerms, ScoredSequence, TokenIds, TrainSequence, UpdateResult
+
+
+class _LossKernel(TypedDict):
+    """How `exgrpo_kernels.fused` is to compute."""
+
+    form: fused.Form
+    chunk_size: int | None
 
 
 class MegatronActor:
@@ -59,6 +63,7 @@ class MegatronActor:
         self.comm = comm
         self.version = 0
         self._policy = policy
+        self._loss_kernel: _LossKernel = {"form": policy.loss_kernel, "chunk_size": policy.logprob_chunk_size}
         self._gpt, self.architecture = load_model(model_dir, policy)
         self._model = _data_parallel(self._gpt, policy)
         self._weights = WeightExport(self._gpt, self.architecture)
@@ -68,6 +73,11 @@ class MegatronActor:
     @property
     def device(self) -> torch.device:
         return next(self._gpt[0].parameters()).device
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of a prompt and its response, at most."""
+        return min(self._policy.max_total_sequence_length, self.architecture.max_positions)
 
     def score(self, sequences: Sequence[tuple[TokenIds, TokenIds]], temperature: float) -> list[ScoredSequence]:
         """Log-prob and entropy of every response token under softmax(logits / temperature), in the order given.
@@ -83,6 +93,10 @@ class MegatronActor:
         logprobs = in_input_order(batches, [output["logprobs"] for output in outputs])
         entropies = in_input_order(batches, [output["entropies"] for output in outputs])
         return [ScoredSequence(*arrays) for arrays in zip(logprobs, entropies, strict=True)]
+
+    def without_fp8(self) -> AbstractContextManager[None]:
+        """Inside, `score` computes in the precision of the weights."""
+        return layers.without_fp8(self._gpt)
 
     def update(
         self,
@@ -100,15 +114,21 @@ class MegatronActor:
         number of data-parallel ranks, as the released code does; the result then does depend on both.
         """
         batches = self._micro_batches(list(pairs(sequences)), train=True)
-        constants = {batch.members: token_constants(batch, sequences) for batch in batches}
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-        def loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Outputs]:
-            terms = constants[batch.members]
-            bonus = micro_batch_entropy_coeff / self.comm.size
-            return self._loss(batch, logits, terms, objective, temperature=temperature, mean_entropy_coeff=bonus)
+        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Outputs]:
+            inputs = loss_inputs(batch, sequences, mean_entropy_coeff=micro_batch_entropy_coeff / self.comm.size)
+            head = self._head(temperature)
+            result = fused.token_loss(hidden.squeeze(0), head, inputs, objective, **self._loss_kernel)
+            outputs = {
+                "loss": result.loss.detach().clone(),
+                "log_ratio": result.log_ratio,
+                "entropy": result.entropies,
+                "clipped": result.clipped,
+            }
+            return result.loss, torch.tensor(len(inputs.targets), dtype=torch.int, device=hidden.device), outputs
 
         outputs = schedule.run(self._model, batches, loss, forward_only=False)
         total_loss = self._global_sum(sum((float(output["loss"]) for output in outputs), 0.0))
@@ -142,6 +162,11 @@ class MegatronActor:
     def weight_manifest(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight that `export_weights` gives; nothing is exchanged."""
         return self._weights.manifest()
+
+    def other_tensors(self, folder: Path) -> list[str]:
+        """The tensors of a Hugging Face folder that are not the policy's, as far as this rank has them (its part of the
+        layers and matrices); nothing is exchanged."""
+        return self._weights.other_tensors(folder)
 
     def save(self, folder: Path) -> None:
         """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.
@@ -187,47 +212,15 @@ class MegatronActor:
         rule = BatchRule.of(self._policy, train=train, context_rank=mpu.get_context_parallel_rank())
         return micro_batches(sequences, rule, self.device)
 
-    def _scored(self, batch: MicroBatch, logits: Tensor, *, temperature: float, non_loss_data: bool) -> Outputs:
+    def _scored(self, batch: MicroBatch, hidden: Tensor, *, temperature: float, non_loss_data: bool) -> Outputs:
         del non_loss_data  # Megatron's schedule passes it to whoever collects something else than a loss
-        logprobs, entropies = self._logprob_entropy(batch, logits, temperature)
+        head = self._head(temperature)
+        logprobs, entropies = fused.score(hidden.squeeze(0), head, batch.targets, **self._loss_kernel)
         return {"logprobs": logprobs, "entropies": entropies}
 
-    def _loss(
-        self,
-        batch: MicroBatch,
-        logits: Tensor,
-        constants: TokenConstants,
-        objective: Objective,
-        *,
-        temperature: float,
-        mean_entropy_coeff: float,
-    ) -> tuple[Tensor, Tensor, Outputs]:
-        logprobs, entropies = self._logprob_entropy(batch, logits, temperature)
-        terms = token_terms(logprobs, constants.old_logprobs, constants.advantages, constants.replayed, objective)
-        loss = (constants.policy_weights * terms.policy_loss).sum()
-        if constants.entropy_weights is not None:
-            loss = loss - (constants.entropy_weights * entropies).sum()
-        num_tokens = torch.tensor(len(entropies), dtype=torch.int, device=entropies.device)
-        if mean_entropy_coeff:
-            loss = loss - mean_entropy_coeff * entropies.sum() / max(1, batch.num_tokens)
-        outputs = {
-            "loss": loss.detach().clone(),
-            "log_ratio": terms.log_ratio,
-            "entropy": entropies.detach(),
-            "clipped": terms.clipped,
-        }
-        return loss, num_tokens, outputs
-
-    def _logprob_entropy(self, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        group = mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
-        return logprob_entropy(
-            logits.squeeze(0),
-            batch.targets,
-            temperature=temperature,
-            valid_vocab=self.architecture.vocab_size,
-            group=group,
-            vocab_start=mpu.get_tensor_model_parallel_rank() * logits.shape[-1],
-        )
+    def _head(self, temperature: float) -> OutputHead:
+        """The output layer; only on a last stage."""
+        return output_head(self._gpt[-1], self.architecture.vocab_size, temperature)
 
     def _global_sum(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)

@@ -8,10 +8,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from exgrpo_kernels.fused import LossInputs
 from exgrpo_megatron.config import PolicyConfig
 from exgrpo_megatron.policy.grouping import PackingAlgorithm, by_number, by_padded_size, packed, zigzag
 from exgrpo_megatron.types import Logprobs, TokenIds, TrainSequence
@@ -46,18 +47,6 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """Response tokens of all ranks."""
         return sum(self.response_lengths)
-
-
-@dataclass(frozen=True)
-class TokenConstants:
-    """What the objective needs beside the model's log-probs, for each response token of a micro-batch that is here."""
-
-    old_logprobs: Float[Tensor, " tokens"]
-    advantages: Float[Tensor, " tokens"]
-    replayed: Bool[Tensor, " tokens"]
-    policy_weights: Float[Tensor, " tokens"]
-    entropy_weights: Float[Tensor, " tokens"] | None
-    """None where all are 0: the entropy then needs no backward pass."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +106,13 @@ def micro_batches(
     return [lay_out([sequences[index] for index in group], rule).to_batch(group, rule, device) for group in groups]
 
 
-def token_constants(batch: MicroBatch, sequences: Sequence[TrainSequence]) -> TokenConstants:
-    """The constants of `batch`, which was made from `sequences`."""
+def loss_inputs(
+    batch: MicroBatch, sequences: Sequence[TrainSequence], *, mean_entropy_coeff: float = 0.0
+) -> LossInputs:
+    """The constants of the loss for the response tokens of `batch` that are here; it was made from `sequences`.
+
+    `mean_entropy_coeff` is the coefficient of the micro-batch's mean entropy, beside the sequences' own weights.
+    """
     rows = [sequences[index] for index in batch.members]
     device = batch.tokens.device
 
@@ -129,21 +123,27 @@ def token_constants(batch: MicroBatch, sequences: Sequence[TrainSequence]) -> To
     def per_token(value: Callable[[TrainSequence], float]) -> Tensor:
         return here(np.repeat(np.array([value(row) for row in rows], np.float32), batch.response_lengths))
 
+    def joined(values: Callable[[TrainSequence], NDArray]) -> Tensor:
+        return here(np.concatenate([np.zeros(0, np.float32), *(values(row) for row in rows)], dtype=np.float32))
+
     policy_weights = per_token(lambda row: row.policy_weight)
     if any(row.token_weights is not None for row in rows):
-        policy_weights = policy_weights * here(np.concatenate([_token_weights(row) for row in rows]))
-    return TokenConstants(
-        old_logprobs=here(np.concatenate([np.asarray(row.old_logprobs, np.float32) for row in rows])),
+        policy_weights = policy_weights * joined(_token_weights)
+    each = mean_entropy_coeff / max(1, batch.num_tokens)
+    weighted = mean_entropy_coeff != 0 or any(row.entropy_weight for row in rows)
+    return LossInputs(
+        targets=batch.targets,
+        old_logprobs=joined(lambda row: row.old_logprobs),
         advantages=per_token(lambda row: row.advantage),
         replayed=per_token(lambda row: float(row.replayed)).bool(),
         policy_weights=policy_weights,
-        entropy_weights=per_token(lambda row: row.entropy_weight) if any(row.entropy_weight for row in rows) else None,
+        entropy_weights=per_token(lambda row: row.entropy_weight + each) if weighted else None,
     )
 
 
 def _token_weights(row: TrainSequence) -> Logprobs:
     given = row.token_weights
-    return np.ones(len(row.response_ids), np.float32) if given is None else np.asarray(given, np.float32)
+    return np.ones(len(row.response_ids), np.float32) if given is None else given
 
 
 def in_input_order(batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[NDArray]:

@@ -102,11 +102,7 @@ def load(folder: Path, state: Checkpointed) -> int:
     Raises:
         CheckpointError: no complete checkpoint, or one of another architecture, precision or format.
     """
-    broken = f"cannot read the checkpoint {folder}"
-    for name in (sharded_files.METADATA_FILE, sharded_files.FORMAT_FILE):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
-    with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
+    with reading(folder):
         about = dist_checkpointing.load_common_state_dict(str(folder)).get("about", {})
         _refuse_other(folder, about, state)
         wanted = _sharded(state, is_loading=True, trained=about["version"] > 0)
@@ -114,7 +110,7 @@ def load(folder: Path, state: Checkpointed) -> int:
             wanted.pop("rng")
         loaded = dist_checkpointing.load(wanted, str(folder))
     for number, chunk in enumerate(state.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
+        load_weights(chunk, loaded[f"model{number}"])
     if "optimizer" in loaded:
         steps = about.get("optimizer_steps", about["version"])
         optimizer_state.restore(state.optimizer, _parameters(state), loaded["optimizer"], steps)
@@ -130,6 +126,34 @@ def load(folder: Path, state: Checkpointed) -> int:
             folder, _layout(about), _layout(_about(state)),
         )  # fmt: skip
     return about["version"]
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Around reading a checkpoint; raises CheckpointError where it is incomplete or damaged."""
+    broken = f"cannot read the checkpoint {folder}"
+    for name in (sharded_files.METADATA_FILE, sharded_files.FORMAT_FILE):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{broken}: it has no {name}; a save was interrupted: resume from another one")
+    with _as_checkpoint_error(broken, "it is incomplete or damaged: resume from another one"):
+        yield
+
+
+def sharded_weights(chunk: GPTModel) -> dict[str, Any]:
+    """Megatron's sharded tensors of a chunk, by name; what they are loaded into is the chunk's own memory."""
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    sharded = chunk.sharded_state_dict(metadata=metadata)
+    return {name: tensor for name, tensor in sharded.items() if not name.endswith(_EXTRA_STATE)}
+
+
+def load_weights(chunk: GPTModel, loaded: dict[str, Any]) -> None:
+    """Give a chunk the tensors for which `sharded_weights` was loaded."""
+    chunk.load_state_dict({name: None for name in chunk.state_dict() if name.endswith(_EXTRA_STATE)} | loaded)
+
+
+_EXTRA_STATE = "_extra_state"
+"""What modules of Transformer Engine, and Megatron's in their place, keep beside weights: scales of past passes, which
+no FP8 recipe here has. Which modules have one depends on whose they are: it is left out."""
 
 
 def _about(state: Checkpointed) -> dict[str, Any]:
@@ -169,10 +193,7 @@ def _parameters(state: Checkpointed) -> dict[str, torch.nn.Parameter]:
 
 def _sharded(state: Checkpointed, *, is_loading: bool, trained: bool | None = None) -> dict[str, Any]:
     """Megatron's sharded state: model, optimizer (if it was ever stepped), and this rank's generators."""
-    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    sharded: dict[str, Any] = {
-        f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(state.chunks)
-    }
+    sharded: dict[str, Any] = {f"model{number}": sharded_weights(chunk) for number, chunk in enumerate(state.chunks)}
     model = {f"{chunk}.{name}": tensor for chunk, tensors in sharded.items() for name, tensor in tensors.items()}
     if state.version > 0 if trained is None else trained:
         parameters = _parameters(state)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from exgrpo_megatron.acceleration import choose
+from exgrpo_megatron.accelerators import installed
 from exgrpo_megatron.config import ClusterConfig, MegatronConfig, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.policy import backend
@@ -33,8 +35,8 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
     on every data-parallel rank: checkpoints hold all of them.
 
     Raises:
-        ConfigError: the recipe asks for another number of processes than were launched, or for a layout that does not
-            divide them.
+        ConfigError: the recipe asks for another number of processes than were launched, for a layout that does not
+            divide them, or for what does not work on this machine; or the processes' machines can do different things.
     """
     launched = _launched_processes()
     _check_cluster(cluster, launched)
@@ -44,9 +46,12 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
             "policy.megatron_cfg: tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size = "
             f"{layout.model_parallel_size} does not divide the number of launched processes, {launched}"
         )
+    choose(policy, installed())
     backend.install()
     _join(launched)
-    return lay_out(layout, seed)
+    comm = lay_out(layout, seed)
+    check_alike(comm, installed().fingerprint())
+    return comm
 
 
 def lay_out(layout: MegatronConfig, seed: int) -> DataParallel:
@@ -60,6 +65,20 @@ def lay_out(layout: MegatronConfig, seed: int) -> DataParallel:
     )
     _seed(seed)
     return DataParallel()
+
+
+def check_alike(comm: DataParallel, mine: str) -> None:
+    """Raise ConfigError, on every rank, where `mine`, what it found of GPU packages, is not the same on all.
+
+    Ranks with different layers or optimizers would wait for one another in different places, or not agree.
+    """
+    first = comm.broadcast(mine)
+    if comm.anywhere(mine != first):
+        other = f"; this one ({socket.gethostname()}): {mine}" if mine != first else ""
+        raise ConfigError(
+            f"the processes do not find the same GPU packages: rank 0: {first}{other}. Install the same on all "
+            "machines, or leave it out on all (exgrpo doctor says what is there)"
+        )
 
 
 class DataParallel:

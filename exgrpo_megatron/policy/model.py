@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,37 +30,49 @@ from exgrpo_conversion.mapping import (
     shard,
     to_megatron,
 )
+from exgrpo_megatron.acceleration import choose
+from exgrpo_megatron.accelerators import installed
 from exgrpo_megatron.config import PolicyConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.layout import VOCAB_MULTIPLE
-from exgrpo_megatron.policy.layers import decoder_spec
+from exgrpo_megatron.policy.layers import acceleration_options, decoder_spec, fuse_gradients
 
 
 class ResponseModel(GPTModel):
-    """GPTModel that computes logits only where a mask asks for them.
+    """GPTModel that stops before its output layer, and gives hidden states only where a mask asks for them.
 
     `forward(tokens, None, None, loss_mask=mask)` with a boolean mask [batch, positions] returns on the last pipeline
-    stage logits [1, chosen positions, this rank's part of the padded vocabulary], sequence by sequence; on the others
-    what the next stage gets. Prompts make up a large part of the positions, and nobody asks about their logits.
+    stage the normed hidden states [1, chosen positions, hidden], sequence by sequence; on the others what the next
+    stage gets. Prompts make up a large part of the positions, and nobody asks what follows inside them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.post_process and self.config.sequence_parallel:
-            # The positions are gathered before some are chosen, below; that also sums their gradient over the ranks.
-            self.output_layer.sequence_parallel = False
-            self.output_layer.disable_grad_reduce = True
+        if self.post_process:
+            # Still called, for the hooks that wait until its weight is here; the weight is used by the loss.
+            self.output_layer.forward = _unchanged
+
+    @property
+    def output_weight(self) -> torch.nn.Parameter:
+        """On a last stage, this rank's rows of the output layer: its own weight, or the embedding it shares."""
+        own = self.output_layer.weight
+        return self.shared_embedding_or_output_weight() if own is None else own
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mask = kwargs["loss_mask"]
         if self.post_process and mask is not None:
-            if self.config.sequence_parallel:
+            if self.config.sequence_parallel:  # that also sums their gradient over the ranks
                 hidden_states = gather_from_sequence_parallel_region(hidden_states)
             sequence, position = mask.nonzero(as_tuple=True)
             rows = position * mask.shape[0] + sequence  # hidden states are [positions, batch, hidden]
             hidden_states = hidden_states.flatten(0, 1).index_select(0, rows).unsqueeze(1)
             kwargs["loss_mask"] = None
         return super()._postprocess(hidden_states, *args, **kwargs)
+
+
+def _unchanged(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Stands in for the forward pass of the output layer; it has no bias."""
+    return hidden, None
 
 
 def load_model(folder: Path, policy: PolicyConfig) -> tuple[list[ResponseModel], Architecture]:
@@ -76,11 +88,46 @@ def load_model(folder: Path, policy: PolicyConfig) -> tuple[list[ResponseModel],
         check_tensor_parallel(architecture, policy.megatron_cfg.tensor_model_parallel_size)
         with HFReader(folder) as reader:
             reader.check(manifest(architecture))  # before any memory is taken for the model
-            chunks = _build(architecture, policy)
+            chunks = build_chunks(architecture, policy)
             _fill(chunks, architecture, reader)
     except (UnsupportedModelError, ModelFolderError) as error:
         raise CheckpointError(f"policy.model_name = {folder}: {error}") from error
     return [chunk.to(_device()) for chunk in chunks], architecture
+
+
+def build_chunks(architecture: Architecture, policy: PolicyConfig) -> list[ResponseModel]:
+    """The chunks of this pipeline stage, with weights at their initial values; `load_model` fills them."""
+    config = _transformer_config(architecture, policy)
+    chunks = policy.megatron_cfg.virtual_pipeline_model_parallel_size
+    numbers: list[int | None] = [None] if chunks is None else list(range(chunks))
+    built = [_build_chunk(config, architecture, policy, number) for number in numbers]
+    if config.transformer_impl == "transformer_engine" and choose(policy, installed()).gradient_fusion.on:
+        for chunk in built:
+            fuse_gradients(chunk)
+    return built
+
+
+@torch.no_grad()
+def tensors_other_than(
+    chunks: Sequence[ResponseModel], architecture: Architecture, reader: HFReader, dtype: torch.dtype | None
+) -> list[str]:
+    """The folder's tensors that do not make the parameters of `chunks`, once both are converted to `dtype`.
+
+    Found by the way a folder is loaded, which shares nothing with the way weights are exported.
+    """
+    tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    other: dict[str, None] = {}
+    for name, parameter in chain.from_iterable(map(global_parameters, chunks)):
+        names = hf_names(architecture, name)
+        parts = [reader.get(part) for part in names]
+        made, origin = (
+            _own_part(architecture, name, tensors, parameter, tp_size, tp_rank)
+            for tensors in (parts, [torch.full_like(part, number) for number, part in enumerate(parts, 1)])
+        )  # padded rows of the vocabulary have the number 0, and no meaning
+        kept = parameter.detach().cpu().to(dtype or made.dtype)
+        wrong = origin[made.to(kept.dtype) != kept]
+        other.update(dict.fromkeys(names[int(number) - 1] for number in wrong[wrong > 0].unique()))
+    return list(other)
 
 
 def global_parameters(chunk: ResponseModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -96,13 +143,6 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _build(architecture: Architecture, policy: PolicyConfig) -> list[ResponseModel]:
-    config = _transformer_config(architecture, policy)
-    chunks = policy.megatron_cfg.virtual_pipeline_model_parallel_size
-    numbers: list[int | None] = [None] if chunks is None else list(range(chunks))
-    return [_build_chunk(config, architecture, policy, number) for number in numbers]
 
 
 def _build_chunk(
@@ -171,13 +211,7 @@ def _transformer_config(architecture: Architecture, policy: PolicyConfig) -> Tra
         # ranks. Per-token mode leaves gradients summed; the function below leaves out its final division.
         calculate_per_token_loss=True,
         finalize_model_grads_func=sum_gradients,
-        # Fused kernels need Transformer Engine, Apex or a compiler.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        **acceleration_options(policy, choose(policy, installed())),
     )
 
 
@@ -214,7 +248,15 @@ def _start_sums(chunks: list[DistributedDataParallel]) -> None:
 def _fill(chunks: list[ResponseModel], architecture: Architecture, reader: HFReader) -> None:
     tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     for name, parameter in chain.from_iterable(map(global_parameters, chunks)):
-        full = to_megatron(architecture, name, [reader.get(part) for part in hf_names(architecture, name)])
-        if name in (EMBEDDING, OUTPUT_LAYER):
-            full = pad_vocab(full, parameter.shape[0] * tp_size)
-        parameter.copy_(shard(name, full, tp_size, tp_rank))
+        parts = [reader.get(part) for part in hf_names(architecture, name)]
+        parameter.copy_(_own_part(architecture, name, parts, parameter, tp_size, tp_rank))
+
+
+def _own_part(
+    architecture: Architecture, name: str, parts: Sequence[Tensor], parameter: Tensor, tp_size: int, tp_rank: int
+) -> Tensor:
+    """What `parts`, whole Hugging Face tensors, are of this rank's parameter."""
+    full = to_megatron(architecture, name, parts)
+    if name in (EMBEDDING, OUTPUT_LAYER):
+        full = pad_vocab(full, parameter.shape[0] * tp_size)
+    return shard(name, full, tp_size, tp_rank)

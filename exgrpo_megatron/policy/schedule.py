@@ -23,9 +23,9 @@ from exgrpo_megatron.policy.model import sum_gradients
 Outputs = dict[str, Tensor]
 """What one micro-batch leaves behind, by name; no gradients."""
 OutputFunction = Callable[..., object]
-"""(micro-batch, logits [1, tokens, this rank's part of the padded vocabulary]) to what Megatron's schedule expects of
-its loss function; called on the last pipeline stage. Its outputs are of the response tokens that are predicted here, or
-sums over these."""
+"""(micro-batch, hidden states [1, tokens, hidden]) to what Megatron's schedule expects of its loss function; called on
+the last pipeline stage. Its outputs are of the response tokens that are predicted here, or sums over these. It is also
+given micro-batches without tokens, which must have a gradient, of 0, for every weight that others have one for."""
 
 
 def run(
@@ -48,12 +48,16 @@ def run(
         return []
     padded = _padded(batches, len(chunks))
 
+    # Megatron's wrapper of models in lower precision would else hand out float32.
+    options = {"fp32_output": False} if chunks[0].config.bf16 else {}
+
     def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, OutputFunction]:
         batch = next(iterator)
-        output = module(
-            batch.tokens, None, None, loss_mask=batch.predicts_response, packed_seq_params=_packed_seq_params(batch)
+        packing = _packed_seq_params(batch)
+        hidden = module(
+            batch.tokens, None, None, loss_mask=batch.predicts_response, packed_seq_params=packing, **options
         )
-        return output, partial(function, batch) if batch.members else _nothing
+        return hidden, partial(function, batch)
 
     rows = batches[0].tokens.shape[0]
     outputs = get_forward_backward_func()(
@@ -84,18 +88,20 @@ def receive_weights(chunks: Sequence[DistributedDataParallel]) -> None:
 def _padded(batches: Sequence[MicroBatch], chunks: int) -> list[MicroBatch]:
     """The interleaved schedule takes as many micro-batches as there are stages at a time: the last round is filled up.
 
-    What it is filled up with has no members, asks for no logits, and so has a gradient of exactly 0.
+    What it is filled up with has no members and no response tokens, and so a gradient of exactly 0.
     """
     if chunks == 1:
         return list(batches)
     last = batches[-1]
-    filler = replace(last, members=(), predicts_response=torch.zeros_like(last.predicts_response))
+    filler = replace(
+        last,
+        members=(),
+        response_lengths=(),
+        predicts_response=torch.zeros_like(last.predicts_response),
+        targets=last.targets[:0],
+        own=None,
+    )
     return [*batches, *[filler] * (-len(batches) % mpu.get_pipeline_model_parallel_world_size())]
-
-
-def _nothing(logits: Tensor, *, non_loss_data: bool = False) -> object:
-    """What a loss function answers for a micro-batch that only fills the schedule up."""
-    return {} if non_loss_data else (logits.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {})
 
 
 def _packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:

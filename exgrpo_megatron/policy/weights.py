@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,9 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from exgrpo_conversion.architecture import Architecture
+from exgrpo_conversion.hf_folder import HFReader
 from exgrpo_conversion.mapping import OUTPUT_LAYER, is_sharded, to_hf, unshard
-from exgrpo_megatron.policy.model import ResponseModel, global_parameters
+from exgrpo_megatron.policy.model import ResponseModel, global_parameters, tensors_other_than
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,16 @@ class WeightExport:
     """
 
     def __init__(self, chunks: Sequence[ResponseModel], architecture: Architecture) -> None:
-        self._architecture = architecture
+        self._architecture, self._models = architecture, chunks
         self._chunks = [dict(global_parameters(chunk)) for chunk in chunks]
         self._own = dict(chain.from_iterable(chunk.items() for chunk in self._chunks))
         self._device = next(iter(self._own.values())).device
         self._plan = self._whole_model()
+
+    def other_tensors(self, folder: Path) -> list[str]:
+        """The tensors of a Hugging Face folder that do not make this rank's parameters; nothing is exchanged."""
+        with HFReader(folder) as reader:
+            return tensors_other_than(self._models, self._architecture, reader, None)
 
     def manifest(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight that iterating yields, in that order; nothing is exchanged."""

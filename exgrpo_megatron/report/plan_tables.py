@@ -52,7 +52,7 @@ def plan_lines(plan: Plan, source: str) -> list[str]:
     lines = [
         f"{plan.parameters:,} parameters in all, from {source}",
         f"an optimiser step has up to {plan.micro_batches} micro-batches on a data-parallel rank, of up to "
-        f"{train.positions:,} positions on a rank, with logits for up to {train.response_tokens:,}",
+        f"{train.positions:,} positions on a rank, with a loss for up to {train.response_tokens:,}",
         f"rollouts: room for {plan.rollout.kv_tokens:,} positions in the KV cache",
     ]
     if experience.questions:
@@ -77,13 +77,17 @@ def _memory_rows(plan: Plan) -> list[tuple[str, Callable[[StagePlan], int]]]:
     used, unused = ("recomputed", "all kept") if plan.recomputed else ("all kept", "recomputed")
     kept: Callable[[StagePlan], int] = lambda stage: stage.step.kept  # noqa: E731
     recomputed: Callable[[StagePlan], int] = lambda stage: stage.step.recomputed  # noqa: E731
+    fp8: list[tuple[str, Callable[[StagePlan], int]]] = [
+        ("FP8 copies of weights", lambda stage: stage.held.fp8_weights)
+    ]
     return [
         ("weights", lambda stage: stage.held.weights),
+        *(fp8 if any(stage.held.fp8_weights for stage in plan.stages) else []),
         ("gradients (float32)", lambda stage: stage.held.gradients),
         ("optimizer", lambda stage: stage.held.optimizer),
         (f"activations, {used}", recomputed if plan.recomputed else kept),
         (f"  (not in force: {unused})", kept if plan.recomputed else recomputed),
-        ("logits and their gradient", lambda stage: stage.step.logits),
+        ("logits and their gradients", lambda stage: stage.step.loss),
         ("rollout weights", lambda _: plan.rollout.weights),
         ("rollout KV cache", lambda _: plan.rollout.kv_cache),
     ]

@@ -2,79 +2,55 @@
 
 Every form computes the same numbers, those of `reference`:
 
-- `reference`: the logits of all tokens at once, autograd of the plain definition. For comparison.
+- `linear`: some tokens at a time, gradients made in the forward pass; no logits but those of one chunk are ever kept.
+- `logits`: all tokens in one chunk, so the logits once, and the gradient in their place.
+- `reference`: the logits of all tokens, autograd of the plain definition. For comparison.
+- `auto`: `linear`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from exgrpo_kernels.reference import Objective, logprob_entropy, token_terms
+from exgrpo_kernels.chunk_size import default_chunk_rows
+from exgrpo_kernels.linear import linear_logprobs, linear_loss, linear_score
+from exgrpo_kernels.logits import logits_loss
+from exgrpo_kernels.plain import plain_logprobs, plain_loss
+from exgrpo_kernels.reference import Objective
+from exgrpo_kernels.types import Columns, FusedLoss, LossInputs, OutputHead
 
-Form = Literal["auto", "reference"]
+__all__ = [
+    "Columns", "Form", "FusedLoss", "LossInputs", "Objective", "OutputHead", "logits_loss", "logprobs", "score",
+    "token_loss",
+]  # fmt: skip
 
-
-@dataclass(frozen=True)
-class OutputHead:
-    """The output layer on this rank, and how the ranks' columns make one vocabulary."""
-
-    weight: Float[Tensor, "columns hidden"]
-    valid_vocab: int
-    """Vocabulary of all ranks together, without padding: columns from here on take no probability."""
-    vocab_start: int = 0
-    """Number of this rank's first column."""
-    group: dist.ProcessGroup | None = None
-    """Ranks that share the columns; None: all are here."""
-    reduce_hidden_grad: bool = False
-    """Sum the gradient of the hidden states over `group`; False where the caller's own gather does (sequence
-    parallel)."""
-    temperature: float = 1.0
-    main_grad: Float[Tensor, "columns hidden"] | None = None
-    """Where the backward pass adds the gradient of `weight`, in this tensor's dtype; autograd then sees a gradient of
-    zero, so that hooks of the weight run. None: autograd gets the gradient."""
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """Constants of the loss, for each response token."""
-
-    targets: Int[Tensor, " tokens"]
-    old_logprobs: Float[Tensor, " tokens"]
-    """The ratio's denominators, see `reference.token_terms`."""
-    advantages: Float[Tensor, " tokens"]
-    replayed: Bool[Tensor, " tokens"]
-    policy_weights: Float[Tensor, " tokens"]
-    """Factor of the policy term in the loss: already divided by the global count."""
-    entropy_weights: Float[Tensor, " tokens"] | None
-    """Factor of the entropy, which the loss subtracts; None where all are 0."""
-
-
-@dataclass(frozen=True)
-class FusedLoss:
-    """The loss of some tokens and what is reported of each; only `loss` has gradients."""
-
-    loss: Float[Tensor, ""]
-    """Sum over tokens of `policy_weight * policy_loss - entropy_weight * entropy`."""
-    logprobs: Float[Tensor, " tokens"]
-    entropies: Float[Tensor, " tokens"]
-    log_ratio: Float[Tensor, " tokens"]
-    clipped: Bool[Tensor, " tokens"]
-    clamped: Bool[Tensor, " tokens"]
+Form = Literal["auto", "reference", "logits", "linear"]
 
 
 def score(
-    hidden: Float[Tensor, "tokens hidden"], head: OutputHead, targets: Int[Tensor, " tokens"], *, form: Form = "auto"
+    hidden: Float[Tensor, "tokens hidden"],
+    head: OutputHead,
+    targets: Int[Tensor, " tokens"],
+    *,
+    form: Form = "auto",
+    chunk_size: int | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log-prob of each target and entropy (nats) under softmax(logits / temperature), without gradients."""
-    del form
+    """Log-prob of each target and entropy (nats) under softmax(logits / temperature), without gradients.
+
+    `chunk_size`: tokens of a chunk of the linear form; None: `default_chunk_rows`.
+
+    Raises:
+        RuntimeError: a target is not below `head.valid_vocab`.
+        ValueError: the temperature or the vocabulary is out of range.
+    """
     with torch.no_grad():
-        return _logprob_entropy(hidden, head, targets)
+        if form == "reference":
+            return plain_logprobs(hidden, head, targets)
+        return linear_score(hidden, head, targets, chunk_rows=_chunk_rows(hidden, head, form, chunk_size))
 
 
 def token_loss(
@@ -84,23 +60,37 @@ def token_loss(
     objective: Objective,
     *,
     form: Form = "auto",
+    chunk_size: int | None = None,
 ) -> FusedLoss:
-    """The loss of the tokens, with exact gradients of `hidden` and `head.weight`."""
-    del form
-    logprobs, entropies = _logprob_entropy(hidden, head, inputs.targets)
-    terms = token_terms(logprobs, inputs.old_logprobs, inputs.advantages, inputs.replayed, objective)
-    loss = (inputs.policy_weights * terms.policy_loss).sum()
-    if inputs.entropy_weights is not None:
-        loss = loss - (inputs.entropy_weights * entropies).sum()
-    return FusedLoss(loss, logprobs.detach(), entropies.detach(), terms.log_ratio, terms.clipped, terms.clamped)
+    """The loss of the tokens, with exact gradients of `hidden` and `head.weight`, which can be asked for once.
+
+    Collective over `head.group`, whose ranks must all call with the same tokens. `chunk_size` and what is raised:
+    as in `score`.
+    """
+    if form == "reference":
+        return plain_loss(hidden, head, inputs, objective)
+    rows = _chunk_rows(hidden, head, form, chunk_size)
+    return linear_loss(hidden, head, inputs, objective, chunk_rows=rows)
 
 
-def _logprob_entropy(hidden: Tensor, head: OutputHead, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return logprob_entropy(
-        hidden @ head.weight.t(),
-        targets,
-        temperature=head.temperature,
-        valid_vocab=head.valid_vocab,
-        group=head.group,
-        vocab_start=head.vocab_start,
-    )
+def logprobs(
+    hidden: Float[Tensor, "tokens hidden"],
+    head: OutputHead,
+    targets: Int[Tensor, " tokens"],
+    *,
+    form: Form = "auto",
+    chunk_size: int | None = None,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Log-prob of each target and entropy, with exact gradients, for losses that `token_loss` does not have.
+
+    The backward pass computes the logits again: a quarter more work than `token_loss`. Collective, and raises, as it.
+    """
+    if form == "reference":
+        return plain_logprobs(hidden, head, targets)
+    return linear_logprobs(hidden, head, targets, chunk_rows=_chunk_rows(hidden, head, form, chunk_size))
+
+
+def _chunk_rows(hidden: Tensor, head: OutputHead, form: Form, chunk_size: int | None) -> int:
+    if form == "logits":
+        return max(1, len(hidden))
+    return default_chunk_rows(hidden.shape[1], len(head.weight)) if chunk_size is None else chunk_size

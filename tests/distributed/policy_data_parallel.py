@@ -22,9 +22,9 @@ from policy_models import make_actor, random_sequences
 
 from exgrpo_megatron.comm import all_gather_concat
 from exgrpo_megatron.config import ClusterConfig, PolicyConfig
-from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.policy.actor import MegatronActor
-from exgrpo_megatron.policy.distributed import DataParallel, initialize
+from exgrpo_megatron.policy.distributed import DataParallel, check_alike, initialize
 from exgrpo_megatron.policy.export import export_hf
 from exgrpo_megatron.types import TrainSequence
 
@@ -49,6 +49,7 @@ def main(model: Path, out: Path, share: str, checkpoint: str) -> None:
     for other in group.all_gather(weights):
         assert all(torch.equal(weights[name], other[name]) for name in weights), "ranks hold different weights"
     check_export(actor, out, model)
+    check_packages(group)
     if group.rank == 0:
         (out / "results.json").write_text(json.dumps(results))
         torch.save(weights, out / "weights.pt")
@@ -59,6 +60,14 @@ def main(model: Path, out: Path, share: str, checkpoint: str) -> None:
 def share_of(group: DataParallel, sequences: list[TrainSequence], share: str) -> list[TrainSequence]:
     cut = CUTS[share]
     return sequences[:cut] if group.rank == 0 else sequences[cut:]
+
+
+def check_packages(group: DataParallel) -> None:
+    """A machine that has other GPU packages ends the run on every rank, and rank 0's are named on each."""
+    check_alike(group, "the same")
+    if group.world_size > 1:
+        with pytest.raises(ConfigError, match="do not find the same GPU packages: rank 0: found by 0"):
+            check_alike(group, f"found by {group.rank}")
 
 
 def check_export(actor: MegatronActor, out: Path, model: Path) -> None:

@@ -34,13 +34,19 @@ MODELS = {"tied": "qwen2", "untied": "qwen3"}
 SIZES = {"num_hidden_layers": 4}
 LONGEST = 56
 BATCHINGS: dict[str, dict[str, Any]] = {
-    "one a micro-batch": {"train_micro_batch_size": 1, "logprob_batch_size": 1},
-    "two a micro-batch": {"train_micro_batch_size": 2, "logprob_batch_size": 2},
+    "one a micro-batch": {"train_micro_batch_size": 1, "logprob_batch_size": 1, "loss_kernel": "reference"},
+    "two a micro-batch": {"train_micro_batch_size": 2, "logprob_batch_size": 2, "loss_kernel": "logits"},
     "all in one": {"train_micro_batch_size": 9, "logprob_batch_size": 9},
     "two and their mean entropy": {"train_micro_batch_size": 2, "logprob_batch_size": 2},
     "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 100, "logprob_mb_tokens": 150}},
-    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 100, "logprob_mb_tokens": 150}},
+    "packed": {
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 100, "logprob_mb_tokens": 150},
+        "logprob_chunk_size": 16,
+    },
+    "one a micro-batch, bfloat16": {"train_micro_batch_size": 1, "logprob_batch_size": 1, "precision": "bfloat16"},
 }
+BFLOAT16 = "one a micro-batch, bfloat16"
+"""Its numbers are rounded alike on every layout that neither tensor nor context parallelism cut up."""
 MEAN_ENTROPY = "two and their mean entropy"
 """Here the loss has the mean entropy of every micro-batch, and depends on what is in it."""
 ALL_ON_FIRST = ("all in one", "dynamic")

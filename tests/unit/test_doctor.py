@@ -9,7 +9,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from exgrpo_megatron.doctor import PACKAGES, Finding, choices, diagnose, examine, import_fault, print_report
+from exgrpo_megatron.doctor import (
+    PACKAGES,
+    Finding,
+    accelerators_in,
+    choices,
+    diagnose,
+    examine,
+    import_fault,
+    print_report,
+)
 
 BY_NAME = {package.name: package for package in PACKAGES}
 
@@ -102,9 +111,21 @@ def test_a_cpu_machine_uses_gloo_and_torch():
     assert "scaled_dot_product_attention" in chosen["attention"]
 
 
-def test_the_fused_adam_is_taken_from_the_first_that_works_as_megatron_does():
-    works = [Finding("apex", "0.1", "ok", ""), Finding("transformer-engine", "2.20.2", "half installed", "")]
-    assert choices(works)["optimizer"] == "Megatron's, around the fused Adam of apex"
+def test_what_is_half_installed_counts_with_its_fault_and_no_gpu_takes_nothing():
+    findings = [
+        Finding("apex", "0.1", "ok", ""),
+        Finding(
+            "transformer-engine", "2.20.2", "half installed", "layers; complete it or remove it: RuntimeError: empty"
+        ),
+    ]
+    found = accelerators_in(findings, gpu="some GPU")
+    assert found.apex.works
+    assert found.transformer_engine.fault == "empty"
+    assert accelerators_in([Finding("transformer-engine", "1.13", "ok", "")], None).transformer_engine.fault == (
+        "older than 2.5"
+    )
+    if not torch.cuda.is_available():
+        assert choices(findings)["optimizer"] == "Megatron's, around torch.optim.AdamW"
 
 
 def test_the_report_prints_every_finding(findings: list[Finding]):

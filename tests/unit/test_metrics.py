@@ -16,6 +16,7 @@ from exgrpo_megatron.metrics import (
     MetricsLogger,
     TensorBoardSink,
     find_metric,
+    mean_shaped,
     metrics_markdown,
     ratio_summary,
     read_metrics,
@@ -34,6 +35,8 @@ def test_ratio_summary_of_three_ratios_equals_the_hand_calculation():
             "ratio_fresh/p99": 3.96,
             "ratio_fresh/max": 4.0,
             "ratio_fresh/ess": 7 / 9,
+            "ratio_fresh/k1": -math.log(2),  # of log 1, log 2 and log 4, the mean is log 2
+            "ratio_fresh/k3": 7 / 3 - 1 - math.log(2),
         }
     )
 
@@ -48,6 +51,13 @@ def test_effective_sample_size_survives_ratios_that_overflow():
     assert summary["ratio_replayed/ess"] == pytest.approx(0.5)
     assert summary["ratio_replayed/max"] == math.inf
     assert summary["ratio_replayed/min"] == 1.0
+
+
+def test_the_mean_shaped_ratio_is_that_of_w_over_w_plus_beta():
+    # f(1) = 1 / 1.1, f(0.1) = 0.5, and of what overflows f is 1.
+    assert mean_shaped(np.log([1.0, 0.1]), 0.1) == pytest.approx((1 / 1.1 + 0.5) / 2)
+    assert mean_shaped(np.array([2000.0]), 0.1) == 1.0
+    assert mean_shaped(np.array([-2000.0]), 0.1) == 0.0
 
 
 def test_no_tokens_give_no_ratio_metrics():

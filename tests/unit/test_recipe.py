@@ -179,6 +179,10 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
             ["truncated_importance_sampling_type = 'seq-mask-tis'", "rollout_is = 'sequence'"],
         ),
         (
+            ["policy.loss_kernel=logits", "policy.logprob_chunk_size=64"],
+            ["policy: logprob_chunk_size = 64 has no effect with loss_kernel = 'logits'", "loss_kernel to 'linear'"],
+        ),
+        (
             ["grpo.reward_shaping.overlong_buffer_penalty=1"],
             ["grpo.reward_shaping: overlong_buffer_penalty = 1.0", "enabled = false"],
         ),

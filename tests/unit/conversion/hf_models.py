@@ -6,6 +6,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -17,12 +19,13 @@ CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
 }
 FAMILIES = sorted(CLASSES)
 
 
-def tiny_model(family: str, tied: bool) -> PreTrainedModel:
-    """Random weights, biases and norms included; head_dim differs from hidden / heads where the family allows it."""
+def tiny_model(family: str, tied: bool, **sizes_instead: int) -> PreTrainedModel:
+    """Random weights, biases and norms included; head_dim differs from hidden / heads but in Qwen2."""
     config_class, model_class = CLASSES[family]
     sizes = {
         "vocab_size": 37,
@@ -34,10 +37,12 @@ def tiny_model(family: str, tied: bool) -> PreTrainedModel:
         "max_position_embeddings": 64,
         "tie_word_embeddings": tied,
     }
-    if family == "qwen3":
+    if family != "qwen2":
         sizes["head_dim"] = 6
+    if family == "mistral":
+        sizes["sliding_window"] = None
     torch.manual_seed(0)
-    model = model_class(config_class(**sizes))
+    model = model_class(config_class(**sizes | sizes_instead))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
+from exgrpo_conversion import config_keys
 from exgrpo_conversion.architecture import Architecture, Llama3RopeScaling, UnsupportedModelError
+from exgrpo_conversion.families import FAMILIES
 
 LLAMA_31_ROPE = {
     "rope_type": "llama3",
@@ -86,7 +88,7 @@ def test_a_qwen25_config_is_read_key_by_key():
         ("qwen2", "qwen2", True, False),
         ("qwen3", "qwen3", False, True),
         ("llama", "llama", False, False),
-        ("mistral", "llama", False, False),
+        ("mistral", "mistral", False, False),
     ],
 )
 def test_the_model_type_decides_biases_and_norms(model_type: str, family: str, qkv_bias: bool, qk_norm: bool):
@@ -162,6 +164,29 @@ def test_an_explicit_head_dim_need_not_be_hidden_size_over_heads():
             config(rope_scaling=LLAMA_31_ROPE | {"original_max_position_embeddings": 4096}),
         ),
         ("llama3 factor", config(rope_scaling=LLAMA_31_ROPE | {"factor": None})),
+        ("rope_theta", config(rope_parameters={"rope_theta": 1e4, "rope_type": "default"})),  # beside 500000
+        ("rope_theta", config(rope_theta=[1e4])),
+        ("rope_scaling", config(rope_scaling=LLAMA_31_ROPE, rope_parameters=LLAMA_31_ROPE | {"factor": 32.0})),
+        ("rope_scaling.factor", config(rope_scaling={"rope_type": "default", "factor": 8.0})),
+        ("rope_scaling.mrope_section", config(rope_scaling={"type": "default", "mrope_section": [8, 12, 12]})),
+        ("rope_type", config(rope_scaling={"type": ["llama3"]})),
+        ("layer_types", config(layer_types="full_attention")),
+        ("architectures", config(architectures="LlamaForCausalLM")),
+        ("rope_interleaved", config(rope_interleaved=True)),
+        ("use_mrope", config("qwen2", use_mrope=True)),
+        ("use_sliding_window", config("qwen3", use_sliding_window=True)),
+        ("pruned_heads", config(pruned_heads={"0": [1]})),
+        ("auto_map", config(auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"})),
+        ("is_encoder_decoder", config(is_encoder_decoder=True)),
+        # Keys of other families, or of none, of which nothing is known here.
+        ("use_mrope", config("llama", use_mrope=False)),
+        ("sliding_window", config("llama", sliding_window=4096)),
+        ("logit_scale", config(logit_scale=0.0625)),
+        ("embedding_multiplier", config(embedding_multiplier=12)),
+        ("num_experts", config("qwen3", num_experts=128)),
+        ("final_logit_softcapping", config(final_logit_softcapping=30.0)),
+        ("no_rope_layers", config(no_rope_layers=[1, 1, 0])),
+        ("per_layer_config", config(per_layer_config={"0": {"hidden_size": 8}})),
     ],
 )
 def test_what_is_not_mapped_is_refused_by_key_and_value(key: str, refused: dict[str, Any]):
@@ -169,3 +194,75 @@ def test_what_is_not_mapped_is_refused_by_key_and_value(key: str, refused: dict[
         Architecture.from_hf_config(refused)
     assert caught.value.key == key
     assert str(caught.value).startswith(f"{key} = {caught.value.value!r} is not supported: ")
+
+
+def test_unknown_keys_that_are_null_say_nothing():
+    assert Architecture.from_hf_config(config(logit_scale=None, auto_map=None)) == Architecture.from_hf_config(config())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_key_that_transformers_has_for_a_family_is_mapped_bound_or_known_to_change_nothing(model_type: str):
+    keys = set(AutoConfig.for_model(model_type).to_dict()) | {"torch_dtype", "rope_scaling", "rope_theta"}
+    keys |= set(GenerationConfig._get_default_generation_params())  # older versions wrote these too
+    family = FAMILIES[model_type]
+    known = config_keys.READ | config_keys.ONLY.keys() | config_keys.HARMLESS.keys()
+    assert keys - known - family.only.keys() - family.harmless.keys() == set()
+
+
+def test_no_key_has_two_meanings():
+    assert not config_keys.READ & config_keys.ONLY.keys()
+    assert not config_keys.READ & config_keys.HARMLESS.keys()
+    assert not config_keys.ONLY.keys() & config_keys.HARMLESS.keys()
+    for family in FAMILIES.values():
+        assert not family.only.keys() & family.harmless.keys()
+
+
+def test_null_key_value_heads_are_as_many_as_query_heads_also_where_absent_ones_are_not():
+    """As in transformers: Qwen2Config has 32 of them, and takes null for num_attention_heads."""
+    assert Architecture.from_hf_config(config("qwen2", num_key_value_heads=None)).num_kv_heads == 6
+    with pytest.raises(UnsupportedModelError, match="num_key_value_heads = 32"):
+        Architecture.from_hf_config(without("num_key_value_heads", model_type="qwen2"))
+
+
+PUBLISHED = {
+    "Qwen2.5-Math-1.5B": config(
+        "qwen2", architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151643,
+        initializer_range=0.02, max_window_layers=21, sliding_window=4096, tie_word_embeddings=True,
+        torch_dtype="bfloat16", transformers_version="4.44.0", use_cache=True, use_mrope=False,
+        use_sliding_window=False,
+    ),
+    "Qwen3-8B": config(
+        "qwen3", architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0, head_dim=128,
+        bos_token_id=151643, eos_token_id=151645, initializer_range=0.02, max_window_layers=36, rope_scaling=None,
+        sliding_window=None, torch_dtype="bfloat16", transformers_version="4.51.0", use_cache=True,
+        use_sliding_window=False,
+    ),
+    "Llama-3.2-1B": config(
+        "llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
+        eos_token_id=[128001, 128008, 128009], head_dim=64, initializer_range=0.02, mlp_bias=False, pretraining_tp=1,
+        rope_scaling=LLAMA_31_ROPE | {"factor": 32.0}, torch_dtype="bfloat16", transformers_version="4.45.0.dev0",
+        tie_word_embeddings=True, use_cache=True,
+    ),
+    "Llama-2-7b": config(
+        "llama", _name_or_path="meta-llama/Llama-2-7b-hf", architectures=["LlamaForCausalLM"], bos_token_id=1,
+        eos_token_id=2, initializer_range=0.02, pretraining_tp=1, rope_scaling=None, torch_dtype="float16",
+        transformers_version="4.31.0.dev0", use_cache=True,
+    ),
+    "SmolLM2-135M": config(
+        "llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=0,
+        eos_token_id=0, initializer_range=0.041666666666666664, is_llama_config=True, mlp_bias=False, pretraining_tp=1,
+        rope_interleaved=False, rope_scaling=None, torch_dtype="bfloat16", use_cache=True,
+        **{"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}},
+    ),
+    "Mistral-7B-v0.3": config(
+        "mistral", architectures=["MistralForCausalLM"], attention_dropout=0.0, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.02, sliding_window=None, torch_dtype="bfloat16", transformers_version="4.42.0.dev0",
+        use_cache=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_keys_of_published_models_are_known(name: str):
+    """The key sets and switches as published; sizes are small."""
+    assert Architecture.from_hf_config(PUBLISHED[name]).num_layers == 3

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from exgrpo_kernels import reference
 from exgrpo_kernels.reference import Objective, logprob_entropy, shaping, token_terms
 
 
@@ -76,21 +75,6 @@ def test_one_output_alone_can_be_differentiated(used: str):
     logprob_entropy(ours, targets)[index].sum().backward()
     plain(theirs, targets)[index].sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-def test_the_block_size_does_not_change_a_bit(monkeypatch: pytest.MonkeyPatch):
-    logits, targets = random_rows(33, 64)
-
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        leaf = logits.clone().requires_grad_()
-        logprobs, entropies = logprob_entropy(leaf, targets)
-        (logprobs.sum() - entropies.sum()).backward()
-        return logprobs.detach(), entropies.detach(), leaf.grad
-
-    whole = run()
-    monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", 5 * 64)
-    for blocked, expected in zip(run(), whole, strict=True):
-        assert torch.equal(blocked, expected)
 
 
 def test_uniform_logits_have_entropy_log_v_and_no_entropy_gradient():

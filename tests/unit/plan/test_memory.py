@@ -4,7 +4,7 @@ import pytest
 
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_megatron.config import MegatronConfig
-from exgrpo_megatron.plan.activations import TokenLayout, boundary_bytes, head_bytes, layer_bytes, logits_bytes
+from exgrpo_megatron.plan.activations import TokenLayout, boundary_bytes, head_bytes, layer_bytes, loss_bytes
 from exgrpo_megatron.plan.experience_memory import experience_bytes
 from exgrpo_megatron.plan.known_models import KNOWN_MODELS
 from exgrpo_megatron.plan.parameters import stages
@@ -33,6 +33,15 @@ def test_the_distributed_optimizer_shares_that_out_among_data_and_context_parall
         assert held.optimizer == pytest.approx(12 * PARAMETERS / 8, rel=1e-5)
 
 
+def test_fp8_keeps_two_bytes_more_of_each_number_in_a_matrix_of_the_layers():
+    """28 layers of 3584 x (3584 + 2 x 512) and 3584 x 3584 for attention, 3 x 3584 x 18944 for the MLP."""
+    layout = MegatronConfig(fp8_cfg={"enabled": True})
+    (stage,) = stages(QWEN_7B, layout)
+    held, without = (held_bytes(stage, Ranks(1, 1, 1, 1), each, 2) for each in (layout, MegatronConfig()))
+    assert held.fp8_weights == 2 * 28 * 3584 * (3584 + 2 * 512 + 3584 + 3 * 18944)
+    assert held.total - without.total == held.fp8_weights
+
+
 def test_activations_of_a_layer_of_7b_by_hand():
     """Two tensor-parallel ranks with sequence parallel, bfloat16, a position: norms 2 x 3584 x 10 / 2; queries, keys
     and values 1792 + 2 x 256, attended 2 x 1792, 4 x 128, and 5 x 9472, of 2 bytes; 14 heads and 2 norms of 4."""
@@ -41,13 +50,35 @@ def test_activations_of_a_layer_of_7b_by_hand():
     assert layer_bytes(QWEN_7B, one) == 35840 + 2 * attention + 2 * 5 * 9472 + 4 * 16
     assert boundary_bytes(QWEN_7B, one) == 3584 * 2 // 2
     assert head_bytes(QWEN_7B, one) == 3584 * 8 // 2 + 3584 * 2
-    assert logits_bytes(QWEN_7B, one, backward=True) == 2 * 2 * 76032
 
 
-def test_logits_without_sequence_parallel_are_shared_and_hidden_states_are_not():
-    one = TokenLayout(10, 10, 2, False, 2)
-    assert boundary_bytes(QWEN_7B, one) == 10 * 3584 * 2
-    assert logits_bytes(QWEN_7B, one, backward=False) == 10 * 2 * 76032
+def test_hidden_states_without_sequence_parallel_are_not_shared():
+    assert boundary_bytes(QWEN_7B, TokenLayout(10, 10, 2, False, 2)) == 10 * 3584 * 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "chunk_size", "logits"),
+    [
+        ("auto", None, 1024),  # min(1024, half the hidden size)
+        ("linear", 100, 100),
+        ("linear", 100_000, 20_000),
+        ("logits", None, 20_000),
+    ],
+)
+def test_the_loss_of_20000_tokens_of_7b_by_hand(kernel, chunk_size, logits):
+    """Two tensor-parallel ranks, bfloat16: logits in float32 and their gradient once more in bfloat16; the gradient of
+    the weight in float32, and that of the hidden states."""
+    tokens = TokenLayout(20_000, 20_000, 2, False, 2, kernel, chunk_size)
+    assert loss_bytes(QWEN_7B, tokens, backward=False) == logits * 76032 * 4
+    assert loss_bytes(QWEN_7B, tokens, backward=True) == logits * 76032 * 6 + 3584 * (76032 * 4 + 20_000 * 2)
+
+
+def test_the_reference_kernel_has_six_times_the_logits_and_everything_in_float32():
+    tokens = TokenLayout(20_000, 20_000, 2, False, 2, "reference")
+    copies = 3584 * (76032 + 20_000) * 4
+    assert loss_bytes(QWEN_7B, tokens, backward=False) == 5 * 20_000 * 76032 * 4
+    gradients = 3584 * (76032 * 4 + 20_000 * 2)
+    assert loss_bytes(QWEN_7B, tokens, backward=True) == 6 * 20_000 * 76032 * 4 + copies + gradients
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.policy import export
 from exgrpo_megatron.policy.actor import MegatronActor
 from exgrpo_megatron.policy.distributed import DataParallel
-from exgrpo_megatron.policy.export import export_hf
+from exgrpo_megatron.policy.export import ExportOptions, export_hf
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -28,12 +32,44 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-class OneWrongWeight(MegatronActor):
-    """A real actor whose export has a fault: one norm is not the trainer's."""
+def wrong_norm(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.01
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in super().export_weights():
-            yield name, tensor * 1.01 if name == "model.norm.weight" else tensor
+
+def swapped_gate_and_up(weights: dict[str, torch.Tensor]) -> None:
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    weights[gate], weights[up] = weights[up], weights[gate]
+
+
+def transposed_output_projection(weights: dict[str, torch.Tensor]) -> None:
+    """Square: 4 heads of 8 rows, 32 hidden."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    weights[name] = weights[name].T.contiguous()
+
+
+def wrong_order_of_keys(weights: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.self_attn.k_proj.bias"
+    weights[name] = weights[name].flip(0)
+
+
+FAULTS = {
+    wrong_norm: "model.norm.weight",
+    swapped_gate_and_up: "model.layers.1.mlp.gate_proj.weight, model.layers.1.mlp.up_proj.weight",
+    transposed_output_projection: "model.layers.0.self_attn.o_proj.weight",
+    wrong_order_of_keys: "model.layers.1.self_attn.k_proj.bias",
+}
+
+
+def with_fault(fault: Callable[[dict[str, torch.Tensor]], None]) -> type[MegatronActor]:
+    """A real actor whose export has a fault."""
+
+    class Faulty(MegatronActor):
+        def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+            weights = dict(super().export_weights())
+            fault(weights)
+            yield from weights.items()
+
+    return Faulty
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,6 +92,7 @@ def test_a_trained_model_is_exported_and_verified(
     report = export_hf(actor, tmp_path / "out" / "hf", tmp_path / "model")
     assert report.folder == tmp_path / "out" / "hf"
     assert report.tokenizer
+    assert report.tensors_compared
     assert report.max_logprob_difference <= (1e-4 if precision == "float32" else 0.1)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(report.files)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["hf"]
@@ -64,16 +101,76 @@ def test_a_trained_model_is_exported_and_verified(
     assert sum(tensor.numel() for tensor in weights.values()) == report.num_parameters
 
 
-def test_a_faulty_export_is_caught_and_the_old_one_kept(tmp_path: Path, group: DataParallel) -> None:
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_faulty_export_is_caught_its_tensors_named_and_the_old_one_kept(
+    fault: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path, group: DataParallel
+) -> None:
     save_model("qwen2", tmp_path / "model")
     actor = make_actor(tmp_path / "model", group)
     export_hf(actor, tmp_path / "hf", tmp_path / "model")
     before = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    actor.__class__ = OneWrongWeight
-    with pytest.raises(CheckpointError, match=r"log-probs differ from the trainer's by up to .* nats"):
+    actor.__class__ = with_fault(fault)
+    with pytest.raises(CheckpointError, match="cannot export the model to") as caught:
         export_hf(actor, tmp_path / "hf", tmp_path / "model")
+    assert str(caught.value).endswith(f"tensors are not as trained: {FAULTS[fault]}")
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "model"]
+
+
+def test_a_model_that_computes_something_else_from_the_same_tensors_is_caught(
+    tmp_path: Path, group: DataParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a mapping that is wrong both ways: here transformers turns its pairs by 1% more."""
+    save_model("qwen2", tmp_path / "model")
+    actor = make_actor(tmp_path / "model", group)
+    really_load = export.load_exported
+
+    def load(*args: Any) -> torch.nn.Module:
+        model = really_load(*args)
+        model.model.rotary_emb.inv_freq *= 1.01
+        return model
+
+    monkeypatch.setattr(export, "load_exported", load)
+    with pytest.raises(
+        CheckpointError, match=r"log-probs differ from the trainer's by up to .* nats, allowed is 1e-04"
+    ):
+        export_hf(actor, tmp_path / "hf", tmp_path / "model")
+
+
+def test_a_model_too_large_to_run_again_is_compared_tensor_by_tensor(
+    tmp_path: Path, group: DataParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("llama", tmp_path / "model")
+    actor = make_actor(tmp_path / "model", group)
+    monkeypatch.setattr(export, "_ROOM", 1e12)
+    report = export_hf(actor, tmp_path / "hf", tmp_path / "model")
+    assert report.tensors_compared
+    assert report.max_logprob_difference is None
+    assert report.num_parameters == sum(tensor.numel() for _, tensor in actor.export_weights())
+
+
+def test_a_config_changed_since_the_training_began_is_named(tmp_path: Path, group: DataParallel) -> None:
+    save_model("qwen2", tmp_path / "model")
+    actor = make_actor(tmp_path / "model", group)
+    path = tmp_path / "model" / "config.json"
+    settings = json.loads(path.read_text())
+    settings["rope_parameters"]["rope_theta"] = 777.0
+    path.write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"rope_theta = 777\.0, trained with 10000\.0"):
+        export_hf(actor, tmp_path / "hf", tmp_path / "model")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_the_tokenizer_that_was_trained_with_goes_along(tmp_path: Path, group: DataParallel) -> None:
+    save_model("qwen2", tmp_path / "model")
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "other")  # by which transformers chooses its class
+    save_tokenizer(tmp_path / "other")
+    options = ExportOptions(tokenizer_dir=tmp_path / "other", card=lambda report: report.describe())
+    report = export_hf(make_actor(tmp_path / "model", group), tmp_path / "hf", tmp_path / "model", options)
+    assert report.tokenizer
+    assert {"tokenizer.json", "tokenizer_config.json", "README.md"} <= set(report.files)
+    assert (tmp_path / "hf" / "README.md").read_text() == report.describe()
 
 
 def test_a_newer_export_replaces_the_older(tmp_path: Path, group: DataParallel) -> None:
