@@ -378,6 +378,6 @@ def test_blocks_of_rows_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch):
                                     (4096, 151936, 1024), (64, 151936, 32)]
 )  # fmt: skip
 def test_chunks_are_sized_by_hand(hidden: int, columns: int, rows: int):
-    """Half of hidden but at most 1024, or as many as have 2^22 logits (131072 of 32 columns, 128 of 32768, 27 of 151936)
-    if that is more."""
+    """Half of hidden but at most 1024, or as many as have 2^22 logits (131072 of 32 columns, 128 of 32768, 27 of
+    151936) if that is more."""
     assert default_chunk_rows(hidden, columns) == rows
