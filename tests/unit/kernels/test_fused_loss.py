@@ -397,9 +397,10 @@ def test_blocks_of_rows_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "columns", "rows"), [(128, 32, 1024), (128, 1024, 1024), (512, 32768, 256), (1024, 151936, 512),
+    ("hidden", "columns", "rows"), [(128, 32, 131072), (128, 1024, 4096), (512, 32768, 256), (1024, 151936, 512),
                                     (4096, 151936, 1024), (64, 151936, 32)]
 )  # fmt: skip
 def test_chunks_are_sized_by_hand(hidden: int, columns: int, rows: int):
-    """Half of hidden, or 2^22 logits (128 of 32768 columns, 27 of 151936) if that is more; at most 1024."""
+    """Half of hidden but at most 1024, or as many as have 2^22 logits (131072 of 32 columns, 128 of 32768, 27 of 151936)
+    if that is more."""
     assert default_chunk_rows(hidden, columns) == rows
