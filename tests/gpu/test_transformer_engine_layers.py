@@ -13,14 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from whole_project import skip_module_without_it
 
-from exgrpo_kernels.reference import Objective
-from exgrpo_megatron.accelerators import installed
-from exgrpo_megatron.config import ClusterConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
-from exgrpo_megatron.types import TrainSequence
+skip_module_without_it()
+
+import numpy as np  # noqa: E402
+
+from exgrpo_kernels.reference import Objective  # noqa: E402
+from exgrpo_megatron.accelerators import installed  # noqa: E402
+from exgrpo_megatron.config import ClusterConfig, OptimizerConfig, PolicyConfig, SchedulerConfig  # noqa: E402
+from exgrpo_megatron.types import TrainSequence  # noqa: E402
 
 
 def obstacle() -> str | None:
