@@ -16,8 +16,8 @@ def file_inside(folder: Path, name: object, says: str = "") -> Path:
     stealing have other names. `says` begins messages about the name: who asks for the file.
 
     Raises:
-        ModelFolderError: the name has a path in it, the file is missing, is none, or is a link out of the folder to another
-            kind of file.
+        ModelFolderError: the name has a path in it, the file is missing, is none, or is a link out of the folder to
+            something else.
     """
     said = f"{says} in {name!r:.200}: " if says else ""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:

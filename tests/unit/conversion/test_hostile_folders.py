@@ -254,6 +254,35 @@ def killed(dst: Path, source: Path, to: str, before: int) -> bool:
 _EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfile"}
 
 
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "nemo2"])
+def test_of_two_conversions_to_one_place_the_second_replaces_the_first_only_with_leave(
+    to: str, folder: Path, tmp_path: Path
+):
+    """The other one begins and ends while this one is at its last tensor."""
+    dst = tmp_path / "made" / "dst"
+
+    def convert_with_another(overwrite: bool) -> None:
+        def meanwhile(_: int) -> None:
+            if not dst.exists():
+                with open_source(folder) as again:
+                    convert(again, Target(to, dst, torch.float16), lambda _: None)
+
+        with open_source(folder) as source:
+            convert(source, Target(to, dst, torch.bfloat16, overwrite=overwrite), meanwhile)
+
+    with pytest.raises(ModelFolderError, match="was made meanwhile by another process"):
+        convert_with_another(overwrite=False)
+    found = {}
+    for overwrite in (False, True):
+        if overwrite:
+            shutil.rmtree(dst)
+            convert_with_another(overwrite=True)
+        with open_source(dst) as source:
+            found[overwrite] = source.infos()[NORM].dtype
+    assert found == {False: torch.float16, True: torch.bfloat16}
+    assert [path.name for path in dst.parent.iterdir()] == ["dst"]
+
+
 def is_whole(path: Path, model: Path) -> bool:
     with open_source(model) as mine, open_source(path) as its:
         return compare(mine, its).same
