@@ -52,14 +52,14 @@ test: setup  ## the fast tests
 	$(PYTEST) -m "not slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS)
 
 test-slow: setup  ## the slow tests: learning, real model, several processes
-	$(PYTEST) -m "slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS) --dist loadfile
+	$(PYTEST) -m "slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS) --dist loadfile --durations=12
 
 test-vllm: setup-vllm  ## the tests of rollouts by vLLM
-	$(PYTEST) tests/vllm -n $(TEST_WORKERS) --dist loadfile
+	$(PYTEST) tests/vllm -n $(TEST_WORKERS) --dist loadfile --durations=12
 
 # Interpreted, Triton's own functions are others for the whole process: nothing else runs in it.
 test-kernels: setup-triton  ## the tests of the Triton kernels: interpreted, and compiled for Hopper
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels_triton tests/gpu --kernel-device cpu --small -n $(TEST_WORKERS) --dist loadfile
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels_triton tests/gpu --kernel-device cpu --small -n $(TEST_WORKERS) --dist loadfile --durations=12
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	$(PYTEST) tests/gpu

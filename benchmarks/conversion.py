@@ -4,9 +4,10 @@
         [--folder FOLDER] [--repeats 3] [--dtype fp16]
 
 Makes a Llama-like model of random bf16 weights in a new folder below FOLDER (default: the temporary folder), where it
-must have room four times, and removes it at the end. Every figure is the median of `--repeats`. A conversion flushes
-its files to disk, so it is compared with `cp` and with `cp` and a flush. Files that are read are in the page cache, as
-far as it is large enough. Memory is the highest resident set of this process over that just before (Linux).
+must have room four times, and removes it at the end. Copies and conversions take turns; each counts with the fastest
+of its `--repeats`. A conversion flushes its files to disk; it is compared with `cp`, and with `cp` and a flush. What is
+read is in the page cache, as far as that is large enough. Memory is the highest resident set of this process over that
+just before (Linux).
 """
 
 from __future__ import annotations
@@ -69,18 +70,18 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         with open_source(source) as opened:
             convert(opened, target, lambda _: None)
 
-    copied, _ = best(lambda: run_cp(False), copy, args.repeats)
-    flushed, _ = best(lambda: run_cp(True), copy, args.repeats)
-    print(f"cp: {nbytes / copied / 1e9:.2f} GB/s; with a flush to disk: {nbytes / flushed / 1e9:.2f} GB/s")
-    shutil.rmtree(copy)
-    for source, target in (
-        (model, Target("torch_dist", megatron, dtype, shard_bytes)),
-        (megatron, Target("hf", back, dtype, shard_bytes)),
-    ):
-        seconds, peak = best(lambda s=source, t=target: run_convert(s, t), target.folder, args.repeats)
+    actions: dict[str, tuple[Path, Callable[[], None]]] = {
+        "cp": (copy, lambda: run_cp(False)),
+        "cp with a flush": (copy, lambda: run_cp(True)),
+        "hf -> torch_dist": (megatron, lambda: run_convert(model, Target("torch_dist", megatron, dtype, shard_bytes))),
+        "torch_dist -> hf": (back, lambda: run_convert(megatron, Target("hf", back, dtype, shard_bytes))),
+    }
+    seconds, growth = take_turns(actions, args.repeats)
+    for name in actions:
+        speed, ratios = nbytes / seconds[name] / 1e9, [seconds[cp] / seconds[name] for cp in ("cp", "cp with a flush")]
         print(
-            f"{source.name} -> {target.format}: {nbytes / seconds / 1e9:.2f} GB/s, {copied / seconds:.2f} times cp, "
-            f"{flushed / seconds:.2f} times cp with a flush; memory {peak / args.shard_mb:.2f} files ({peak:.0f} MB)"
+            f"{name}: {speed:.2f} GB/s, {ratios[0]:.2f} times cp, {ratios[1]:.2f} times cp with a flush; memory "
+            f"{growth[name]:.0f} MB, {growth[name] / args.shard_mb:.2f} files"
         )
     with open_source(model) as first, open_source(back) as second:
         started = time.perf_counter()
@@ -103,18 +104,21 @@ def make_model(folder: Path, gigabytes: float, shard_bytes: int) -> int:
     return int(sum(2 * np.prod(shape) for shape in shapes.values()))
 
 
-def best(action: Callable[[], None], made: Path, repeats: int) -> tuple[float, float]:
-    """Median seconds, and the largest growth of memory in MB; what is made is removed before each."""
-    seconds, growth = [], []
+def take_turns(
+    actions: dict[str, tuple[Path, Callable[[], None]]], repeats: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Fewest seconds and largest growth of memory in MB of each action; what it makes is removed before it."""
+    seconds, growth = dict.fromkeys(actions, float("inf")), dict.fromkeys(actions, 0.0)
     for _ in range(repeats):
-        shutil.rmtree(made, ignore_errors=True)
-        os.sync()
-        before = _high_water_mb(reset=True)
-        started = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - started)
-        growth.append(_high_water_mb() - before)
-    return float(np.median(seconds)), max(growth)
+        for name, (made, action) in actions.items():
+            shutil.rmtree(made, ignore_errors=True)
+            os.sync()
+            before = _high_water_mb(reset=True)
+            started = time.perf_counter()
+            action()
+            seconds[name] = min(seconds[name], time.perf_counter() - started)
+            growth[name] = max(growth[name], _high_water_mb() - before)
+    return seconds, growth
 
 
 def _random(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:

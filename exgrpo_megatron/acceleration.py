@@ -65,7 +65,7 @@ def describe(policy: PolicyConfig, found: Accelerators) -> dict[str, str]:
     return {
         "layers": f"{_LAYER_NAMES[chosen.layers]} ({chosen.why_layers})",
         "attention": attention,
-        "LM head, loss": "exgrpo_kernels, in Triton" if _triton_runs(found) else "exgrpo_kernels, in torch",
+        "LM head, loss": _loss(policy, found),
         "FP8": chosen.fp8 or "off (policy.megatron_cfg.fp8_cfg.enabled = false)",
         "fused RoPE": chosen.rope_fusion.describe(),
         "fused SwiGLU": chosen.activation_fusion.describe(),
@@ -89,6 +89,13 @@ def _of(found: Accelerators, what: str) -> str | None:
 
 def _triton_runs(found: Accelerators) -> bool:
     return found.gpu is not None and found.triton.works
+
+
+def _loss(policy: PolicyConfig, found: Accelerators) -> str:
+    """As `exgrpo_kernels.dispatch` chooses; the reference is torch everywhere."""
+    form = "linear" if policy.loss_kernel == "auto" else policy.loss_kernel
+    in_triton = form != "reference" and _triton_runs(found)
+    return f"exgrpo_kernels, {form} form, in {'Triton' if in_triton else 'torch'}"
 
 
 def _no_transformer_engine(found: Accelerators) -> str | None:

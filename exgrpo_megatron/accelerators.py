@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,8 +143,9 @@ _PACKAGES: tuple[tuple[str, tuple[str, ...], tuple[int, int] | None], ...] = (
 """Name of the distribution, modules, oldest version."""
 
 _IMPORT_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
-    SyntaxError, SystemError, TypeError, ValueError, Warning,
+    ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, NameError, OSError,
+    RuntimeError, SyntaxError, SystemError, TypeError, ValueError, Warning,
+    subprocess.SubprocessError,  # Transformer Engine asks ldconfig, through a shell, for CUDA's libraries
 )  # fmt: skip
 """Anything that running a module may raise but an interruption."""
 

@@ -212,11 +212,14 @@ def build_verifier(config: Config) -> MathVerifier:
     return MathVerifier(config.env.math)
 
 
-def build_parts(config: Config, inputs: Inputs, policy: MegatronActor, comm: Communicator) -> Parts:
-    """All parts of an RL run around an actor."""
+def build_parts(
+    config: Config, inputs: Inputs, policy: MegatronActor, comm: Communicator, experience_folder: Path | None = None
+) -> Parts:
+    """All parts of an RL run around an actor; stored answers lie in `experience_folder`, or in memory."""
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
-    experience = ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt, comm)
+    group_size = config.grpo.num_generations_per_prompt
+    experience = ExperienceBuffer(config.experience, group_size, comm, experience_folder)
     return Parts(
         config=config,
         comm=comm,

@@ -67,7 +67,7 @@ PACKAGES: tuple[Package, ...] = (
     Package("tensorboard", "tensorboard", "metrics as TensorBoard events", needed=True),
     Package("gguf", "gguf", "reading GGUF models (extra: gguf; needs accelerate too)"),
     Package("accelerate", "accelerate", "reading GGUF models (extra: gguf)"),
-    Package("triton", "triton", "GPU kernels; megatron-core 0.19 does not import without it"),
+    Package("triton", "triton", "GPU kernels; megatron-core 0.19 does not import without it", probe="triton"),
     Package(
         "transformer-engine",
         "transformer_engine",

@@ -62,7 +62,12 @@ METRICS: dict[str, Metric] = {
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
     "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
+    "experience/stored_bytes": Metric("bytes", "their size on disk"),
     "experience/shard_answers": Metric("answers", "those of them kept by the data-parallel rank that has most"),
+    "experience/evicted_of_question": Metric("answers", "evicted in the step by experience.max_answers_per_question"),
+    "experience/evicted_of_answers": Metric("answers", "evicted in the step by experience.max_answers"),
+    "experience/evicted_of_bytes": Metric("answers", "evicted in the step by experience.max_bytes"),
+    "experience/damaged": Metric("answers", "lost so far to damaged files (on_corruption: quarantine)"),
     "experience/retired": Metric("questions", "questions retired so far"),
     "experience/retired_this_step": Metric("questions", "questions retired in the step"),
     "experience/stored_this_step": Metric("answers", "correct answers stored in the step"),
@@ -156,6 +161,7 @@ METRICS: dict[str, Metric] = {
     "sft/skipped_updates": Metric(
         "updates", "supervised fine-tuning: 1 where loss or norm was not finite or too large"
     ),
+    "run/segments_gib": Metric("GiB", "segments of stored answers, with those that were dropped and not yet compacted"),
     "run/rss_gib": Metric("GiB", "resident memory of rank 0's process"),
 }
 """By name. A name ending in `<...>` is a family: any ending in its place (digits only for `<k>`)."""

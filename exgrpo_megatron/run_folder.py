@@ -36,6 +36,11 @@ class RunFolder:
         """The Hugging Face folder of the finished run."""
         return self.path / EXPORT_FOLDER
 
+    @property
+    def experience(self) -> Path:
+        """Where the stored answers of the run lie while it runs; checkpoints have their own."""
+        return Path(self.config.experience.store_dir or self.path / "experience")
+
     def begin(self, last_step: int) -> Path | None:
         """Make the folder that of this recipe, which goes on after `last_step`.
 
@@ -78,6 +83,8 @@ def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
     if config.checkpointing.checkpoint_dir:
         folders["checkpointing.checkpoint_dir"] = Path(config.checkpointing.checkpoint_dir)
         _check_apart(*folders.values())
+    if config.experience.store_dir:
+        folders["experience.store_dir"] = Path(config.experience.store_dir)
     with ExitStack() as stack:
         for key, path in folders.items():
             writable_folder(path, key)

@@ -65,7 +65,7 @@ class TrainingRun:
         checkpoint = self.store.latest() if config.checkpointing.enabled else None
         state = check_state(checkpoint, inputs) if checkpoint else {}
         self.actor: MegatronActor = build.build_rl_actor(config, inputs.model_dir if checkpoint else start_from, comm)
-        self.parts = build.build_parts(config, inputs, self.actor, comm)
+        self.parts = build.build_parts(config, inputs, self.actor, comm, self.folder.experience)
         self.trainer = Trainer(self.parts)
         self.evaluator: Evaluator | None = build.build_evaluator(
             config, inputs, self.parts.engine, self.parts.verifier, comm
@@ -82,6 +82,7 @@ class TrainingRun:
         with ExitStack() as stack:
             stack.callback(self.parts.verifier.close)
             stack.callback(self.parts.engine.close)
+            stack.callback(self.parts.experience.close)
             first_step, until = self.trainer.last_step, self.config.grpo.max_num_steps
             compared: dict[str, float] = {}
             metrics = stack.enter_context(self._open_metrics())
@@ -206,15 +207,22 @@ class TrainingRun:
         }
 
     def _resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        self.store.verify(checkpoint)
+        self.store.verify(checkpoint, excuse=self._may_be_damaged)
         self.actor.load(checkpoint / "policy")
         self.parts.experience.load(checkpoint / "experience")
         self.trainer.load_state_dict(state)
+        if self.parts.experience.num_damaged:
+            self.reporter.note(f"experience: {self.parts.experience.num_damaged} answers lost to damaged files so far")
         self.reporter.note(
             f"resuming from {checkpoint}: {state['step']} of {self.config.grpo.max_num_steps} steps are done"
         )
         for line in changed_keys(state["recipe"], self.config.model_dump(mode="json")):
             self.reporter.note(f"the recipe changed since then: {line}")
+
+    def _may_be_damaged(self, file: str) -> bool:
+        """Whether experience judges a file of a checkpoint by itself, and goes on without what is damaged in it."""
+        quarantine = self.config.experience.on_corruption == "quarantine"
+        return quarantine and file.startswith("experience/segments/")
 
     def _export(self) -> Path:
         from exgrpo_megatron.policy.export import export_hf  # noqa: PLC0415

@@ -146,13 +146,20 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     replayed = [member for group in record.groups for member in group.trajectories if member.replayed]
     sizes = Counter(experience.bucket_sizes())
     members = parts.config.grpo.num_generations_per_prompt
+    kept = parts.comm.all_gather((experience.num_own_answers, experience.own_segment_bytes))
     return {
         "experience/replay_on": float(record.mixed),
         "experience/replayed_questions": len(ages),
         "experience/buffer_questions": experience.num_questions,
         "experience/stored_answers": experience.num_answers,
-        "experience/shard_answers": max(parts.comm.all_gather(experience.num_own_answers)),
-        "experience/retired": len(experience.retired),
+        "experience/stored_bytes": experience.num_bytes,
+        "experience/shard_answers": max(answers for answers, _ in kept),
+        "run/segments_gib": sum(size for _, size in kept) / 2**30,
+        "experience/evicted_of_question": report.evicted_of_question,
+        "experience/evicted_of_answers": report.evicted_of_answers,
+        "experience/evicted_of_bytes": report.evicted_of_bytes,
+        "experience/damaged": experience.num_damaged,
+        "experience/retired": experience.num_retired,
         "experience/retired_this_step": len(report.retired),
         "experience/stored_this_step": report.stored,
         "experience/already_stored": report.duplicates,

@@ -137,7 +137,7 @@ class Trainer:
         config, experience = self.config, self.parts.experience
         wanted = config.grpo.num_prompts_per_step
         share = num_replayed(config.experience.replay_ratio, wanted, experience.num_questions) if mixed else 0
-        drawn = experience.draw(share, _generator(config.grpo.seed, step, "draw")) if share else []
+        drawn = experience.intact(experience.draw(share, _generator(config.grpo.seed, step, "draw"))) if share else []
         exclude = frozenset() if config.experience.allow_duplicates else frozenset(drawn)
         fresh = self.parts.order.take(wanted - len(drawn), exclude)
         discard = config.experience.unused_fresh == "discard"
@@ -153,7 +153,7 @@ class Trainer:
         chosen = [
             (name, choose_answer(choice, scored.get(name, [None] * experience.count(name)), rng)) for name in drawn
         ]
-        replayed = [self._as_replayed(answer) for answer in experience.fetch(chosen)]
+        replayed = [self._as_replayed(answer) for answer in experience.fetch(chosen, replayed_in=step)]
         slots = [_Slot(self.questions[name], answer) for name, (answer, _) in zip(drawn, replayed, strict=True)]
         return _Selection(slots, sum(map(len, scored.values())), sum(padded for _, padded in replayed))
 

@@ -8,6 +8,32 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
+def stored_rows():
+    """Reads a checkpoint's experience: (question, index of the answer) -> where it stands, what it is, and its
+    log-probs as bytes."""
+    import json
+
+    from exgrpo_megatron.comm import SingleProcess
+    from exgrpo_megatron.config import ExperienceConfig
+    from exgrpo_megatron.experience.buffer import ExperienceBuffer
+
+    def read(folder):
+        group_size = json.loads((folder / "experience.json").read_text())["group_size"]
+        buffer = ExperienceBuffer(ExperienceConfig(bucket_weight="counts"), group_size, SingleProcess())
+        buffer.load(folder)
+        return {
+            (name, index): (
+                (bucket, place, answer.token_ids.tolist(), answer.policy_version, answer.step),
+                answer.logprobs.tobytes(),
+            )
+            for place, (name, bucket) in enumerate(buffer.questions())
+            for index, answer in enumerate(buffer.answers(name))
+        }
+
+    return read
+
+
+@pytest.fixture(scope="session")
 def data_parallel():
     """The process group of this test process, as an unlaunched run has it."""
     from exgrpo_megatron.config import ClusterConfig, PolicyConfig

@@ -23,6 +23,7 @@ from exgrpo_megatron.config.section import (
 VariantName = Literal["corrected", "paper", "code"]
 BucketWeight = Literal["counts", "accuracy", "linear", "sqrt", "linear_clip", "uniform"]
 AnswerChoice = Literal["lowest_mean_entropy", "lowest_total_entropy", "lowest_perplexity", "random"]
+Eviction = Literal["oldest", "highest_entropy", "least_recently_replayed"]
 Normalizer = Literal["global_width", "per_answer_length", "rank_width"]
 EntropyBonus = Literal["global_mean", "per_micro_batch", "none"]
 VARIANTS: dict[str, dict[VariantName, Any]] = {
@@ -229,6 +230,36 @@ class ExperienceConfig(Section):
     prefill_path: Name | None = key(
         None, "experience file of another run, or made by `exgrpo prefill`, to begin with", "path"
     )
+    max_answers_per_question: PositiveInt | None = key(None, "stored answers of one question; null: any", "answers")
+    max_answers: PositiveInt | None = key(None, "stored answers of all questions and ranks; null: any", "answers")
+    max_bytes: PositiveInt | None = key(
+        None, "bytes of the stored answers of all ranks, compressed; null: any", "bytes"
+    )
+    eviction: Eviction = key(
+        "oldest",
+        "which answers go beyond those limits. oldest: stored first; highest_entropy: largest mean of -log-prob as "
+        "recorded, which estimates the entropy; least_recently_replayed: longest since it was replayed, or stored",
+    )
+    store_dir: Name | None = key(
+        None,
+        "working folder of the stored answers, on a local disk if there is one; null: <logger.log_dir>/experience",
+        "path",
+    )
+    on_corruption: Literal["refuse", "quarantine"] = key(
+        "refuse",
+        "a stored answer that is not what was written ends the run (refuse), or is dropped and counted, and its file "
+        "set aside (quarantine)",
+    )
+
+    @model_validator(mode="after")
+    def _eviction_has_a_limit(self) -> ExperienceConfig:
+        limits = (self.max_answers_per_question, self.max_answers, self.max_bytes)
+        if self.eviction != "oldest" and limits == (None, None, None):
+            raise ValueError(
+                f"eviction = {self.eviction!r} has no effect while max_answers_per_question, max_answers and max_bytes "
+                "are null: set one of them, or eviction back"
+            )
+        return self
 
 
 def whole_share(share: float, count: int) -> int:

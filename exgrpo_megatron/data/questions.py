@@ -47,10 +47,11 @@ class QuestionSet:
         )
 
     def record(self) -> dict[str, object]:
-        """What a checkpoint and a model card say of the questions; reads a file once for its SHA-256."""
+        """What a checkpoint and a model card say of the questions (the recipe has the path); reads a file once for its
+        SHA-256."""
         path = Path(self.source)
         return {
-            "source": self.source,
+            "source": path.name,
             "sha256": _digest(path) if path.is_file() else None,
             "questions": len(self.questions),
             "left_out": len(self.dropped_too_long) + len(self.dropped_unwritable) + self.num_duplicates,

@@ -10,23 +10,14 @@ import numpy as np
 
 from exgrpo_megatron.comm import Communicator, all_gather_union, together
 from exgrpo_megatron.config import ExperienceConfig
-from exgrpo_megatron.errors import CheckpointError
-from exgrpo_megatron.experience.answers import AnswerStore
 from exgrpo_megatron.experience.buckets import bucket_counts
 from exgrpo_megatron.experience.changes import Change, Kept, changes_of
-from exgrpo_megatron.experience.files import (
-    SUMMARY_FILE,
-    ExperienceSnapshot,
-    Row,
-    Summary,
-    answers_file,
-    find_answers_files,
-    read_summary,
-)
-from exgrpo_megatron.experience.index import QuestionIndex
-from exgrpo_megatron.experience.partition import owner_of, shard_of
-from exgrpo_megatron.experience.reading import Listing, read_answers, read_index
+from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, answers_file, write_answers, write_summary
+from exgrpo_megatron.experience.keeper import Keeper
 from exgrpo_megatron.experience.reports import MergeReport, RecordReport
+from exgrpo_megatron.experience.restore import Restored, check_agreement, restore
+from exgrpo_megatron.experience.snapshot import AnswersSnapshot, CheckpointSnapshot
+from exgrpo_megatron.experience.state import BufferState
 from exgrpo_megatron.types import Group, StoredAnswer, TokenIds
 
 
@@ -35,57 +26,84 @@ class ExperienceBuffer:
 
     Every process holds the index (question -> bucket, number of answers) and the retired questions, and changes them
     alike: draws depend on them only, and so not on the number of ranks. The answers of a question are kept by one
-    process, the first of the data-parallel rank that owns its shard. Methods marked collective must be called on
-    every process with the same arguments.
+    process, the first of the data-parallel rank that owns its shard: in segments in `folder`, or in memory where there
+    is none. Methods marked collective must be called on every process with the same arguments.
     """
 
-    def __init__(self, config: ExperienceConfig, group_size: int, comm: Communicator) -> None:
+    def __init__(
+        self, config: ExperienceConfig, group_size: int, comm: Communicator, folder: Path | None = None
+    ) -> None:
         assert config.bucket_weight is not None, "experience.bucket_weight is unresolved"
-        self._enabled = config.enabled
-        self._bucket_weight = config.bucket_weight
-        self._bucket_sigma = config.bucket_sigma
-        self._group_size = group_size
+        self._config = config
         self._comm = comm
-        self._index = QuestionIndex(group_size)
-        self._own = AnswerStore()
-        self._retired: set[str] = set()
+        mine = folder / f"rank-{comm.rank:05d}" if folder and comm.member == 0 else None
+        self._state = BufferState(config, group_size, comm, Keeper(config, mine))
 
     @property
     def num_questions(self) -> int:
-        return len(self._index)
+        return len(self._state.index)
 
     @property
     def num_answers(self) -> int:
         """Over all ranks."""
-        return self._index.total_answers
+        return self._state.index.total_answers
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the records of all stored answers, over all ranks."""
+        return self._state.num_bytes
+
+    @property
+    def num_damaged(self) -> int:
+        """Answers lost to damaged files in this run."""
+        return self._state.num_damaged
 
     @property
     def num_own_answers(self) -> int:
         """Kept by this process."""
-        return self._own.num_answers
+        return self._state.keeper.store.num_answers
+
+    @property
+    def own_segment_bytes(self) -> int:
+        """Size of this process's segments, dropped answers that still lie in them included."""
+        return self._state.keeper.store.segment_bytes
+
+    @property
+    def index_nbytes(self) -> int:
+        """Memory that the index takes on every process."""
+        return self._state.index.nbytes
+
+    @property
+    def own_table_nbytes(self) -> int:
+        """Memory that this process takes for the answers it keeps."""
+        return self._state.keeper.store.nbytes
 
     @property
     def retired(self) -> frozenset[str]:
-        return frozenset(self._retired)
+        return frozenset(self._state.index.retired())
+
+    @property
+    def num_retired(self) -> int:
+        return self._state.index.num_retired
 
     def is_retired(self, question_id: str) -> bool:
-        return question_id in self._retired
+        return self._state.index.is_retired(question_id)
 
     def bucket_sizes(self) -> dict[int, int]:
         """Number of stored questions by k, for every k in 1..K-1."""
-        return dict(enumerate(self._index.sizes.tolist(), start=1))
+        return dict(enumerate(self._state.index.sizes.tolist(), start=1))
 
     def count(self, question_id: str) -> int:
         """How many answers are stored for the question; known on every process."""
-        return self._index.num_answers(question_id)
+        return self._state.index.num_answers(question_id)
 
     def questions(self) -> Iterator[tuple[str, int]]:
         """Every stored question and its bucket, in the order that decides draws."""
-        return self._index.items()
+        return self._state.index.items()
 
     def own_answers(self) -> Iterator[tuple[str, tuple[StoredAnswer, ...]]]:
         """What this process keeps, by question."""
-        return self._own.items()
+        return ((self._state.index.ids.name(row), answers) for row, answers in self._state.keeper.store.items())
 
     def draw(self, n: int, rng: np.random.Generator, exclude: Collection[str] = frozenset()) -> list[str]:
         """Min(n, available) distinct questions to replay: a bucket by its weight, then uniformly within it.
@@ -93,25 +111,61 @@ class ExperienceBuffer:
         `exclude`: questions that must not be drawn, such as those already in the batch. Time depends on `n`, not on
         the number of stored questions.
         """
-        excluded = self._index.positions(exclude)
-        sizes = self._index.sizes - np.array([len(positions) for positions in excluded], dtype=np.int64)
-        counts = bucket_counts(self._bucket_weight, n, sizes, self._bucket_sigma, rng)
+        weight = self._config.bucket_weight
+        assert weight is not None
+        excluded = self._state.index.positions(exclude)
+        sizes = self._state.index.sizes - np.array([len(positions) for positions in excluded], dtype=np.int64)
+        counts = bucket_counts(weight, n, sizes, self._config.bucket_sigma, rng)
         drawn = [
             question_id
             for bucket, (count, positions) in enumerate(zip(counts.tolist(), excluded, strict=True), start=1)
-            for question_id in self._index.sample(bucket, count, positions, rng)
+            for question_id in self._state.index.sample(bucket, count, positions, rng)
         ]
         return [drawn[i] for i in rng.permutation(len(drawn))]
 
+    def intact(self, question_ids: Sequence[str]) -> list[str]:
+        """Those of the questions that have a sound answer; damaged ones are dropped first. Collective.
+
+        Raises:
+            CheckpointError: one is damaged, and `experience.on_corruption` is `refuse`; on every process.
+        """
+        with together(self._comm):
+            rows = [self._state.index.row(name) for name in question_ids if self._state.owner.owns(name)]
+            lost = self._state.keeper.damage(rows, self._state.index.ids)
+        self._state.lose(all_gather_union(self._comm, dict(lost)))
+        return [name for name in question_ids if name in self._state.index]
+
     def token_ids(self, question_ids: Sequence[str]) -> list[list[TokenIds]]:
-        """Of each question the token ids of its answers, oldest first, without their log-probs; collective."""
-        mine = {name: [answer.token_ids for answer in self._own.get(name)] for name in question_ids if self._owns(name)}
+        """Of each question the token ids of its answers, oldest first, without their log-probs; collective.
+
+        Raises:
+            CheckpointError: a stored answer is damaged; on every process, as do the methods below.
+        """
+        with together(self._comm):
+            mine = {
+                name: [answer.token_ids for answer in self._state.own(name)]
+                for name in question_ids
+                if self._state.owner.owns(name)
+            }
         found = all_gather_union(self._comm, mine)
         return [found[name] for name in question_ids]
 
-    def fetch(self, chosen: Sequence[tuple[str, int]]) -> list[StoredAnswer]:
-        """The answers named by (question id, index among its answers, oldest first); collective."""
-        mine = {(name, i): self._own.get(name)[i] for name, i in chosen if self._owns(name)}
+    def fetch(self, chosen: Sequence[tuple[str, int]], *, replayed_in: int | None = None) -> list[StoredAnswer]:
+        """The answers named by (question id, index among its answers, oldest first); collective.
+
+        `replayed_in`: the step in which they are replayed, if they are.
+        """
+        store = self._state.keeper.store
+        with together(self._comm):
+            slots = {
+                (name, i): store.slots(self._state.index.row(name))[i]
+                for name, i in chosen
+                if self._state.owner.owns(name)
+            }
+            mine = {key: store.read(slot) for key, slot in slots.items()}
+        if replayed_in is not None:
+            for slot in slots.values():
+                store.touch(slot, replayed_in)
         found = all_gather_union(self._comm, mine)
         return [found[key] for key in chosen]
 
@@ -121,10 +175,12 @@ class ExperienceBuffer:
 
     def extent(self) -> tuple[int, int]:
         """Tokens of the longest answer and the highest token id of any; (0, -1) where there is none. Collective."""
-        mine = [answer.token_ids for _, answers in self._own.items() for answer in answers]
-        ends = (max(map(len, mine), default=0), max((int(ids.max()) for ids in mine), default=-1))
-        longest, highest = zip(*self._comm.all_gather(ends), strict=True)
-        return max(longest), max(highest)
+        longest, highest = 0, -1
+        with together(self._comm):
+            for answer in (answer for _, answers in self.own_answers() for answer in answers):
+                longest, highest = max(longest, len(answer.token_ids)), max(highest, int(answer.token_ids.max()))
+        ends = self._comm.all_gather((longest, highest))
+        return max(end[0] for end in ends), max(end[1] for end in ends)
 
     def record(self, groups: list[Group], *, step: int, collect: bool, truncated: bool = True) -> RecordReport:
         """Take in the rewarded groups of a step, in order; `collect`: whether new correct answers are stored,
@@ -132,52 +188,66 @@ class ExperienceBuffer:
 
         Collective, with all groups on every process. With k correct of K: k == K retires the question and forgets its
         answers; 0 < k < K stores the new correct answers and makes k the bucket of the question, if it has stored
-        answers; k == 0 changes nothing. An answer without exactly one finite log-prob a token is refused. Does nothing
-        where `experience.enabled` is false.
+        answers; k == 0 changes nothing. An answer without exactly one finite log-prob a token is refused. Then answers
+        are evicted that are beyond a cap. Does nothing where `experience.enabled` is false.
 
         Raises:
             ValueError: a group is not of the buffer's group size.
+            CheckpointError: answers cannot be written; on every process.
         """
-        if not self._enabled:
+        if not self._config.enabled:
             return RecordReport()
         for group in groups:
-            if group.size != self._group_size:
-                raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._group_size}")
-        changes, report = changes_of(groups, self._retired, step=step, collect=collect, truncated=truncated)
-        mine = {number: self._keep(change) for number, change in enumerate(changes) if self._owns(change.question_id)}
+            if group.size != self._state.group_size:
+                raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._state.group_size}")
+        changes, report = changes_of(
+            groups, self._state.index.is_retired, step=step, collect=collect, truncated=truncated
+        )
+        serials = self._state.take_serials([len(change.answers) for change in changes])
+        with together(self._comm):
+            mine = {i: self._keep(change, serials[i]) for i, change in enumerate(changes)
+                    if self._state.owner.owns(change.question_id)}  # fmt: skip
+            self._state.keeper.tidy()
         kept = all_gather_union(self._comm, mine)
         for number, change in enumerate(changes):
-            self._apply(change, kept[number], report)
+            self._state.apply(change, kept[number], report)
+        report.evicted_of_answers, report.evicted_of_bytes = self._state.hold_caps()
         return report
 
     def keep_only(self, known: Collection[str]) -> int:
-        """Forget stored questions that are not in `known` (a hash set); returns how many were forgotten."""
-        unknown = [question_id for question_id, _ in self._index.items() if question_id not in known]
+        """Forget stored questions that are not in `known` (a hash set); returns how many were forgotten. Collective."""
+        unknown = [question_id for question_id, _ in self._state.index.items() if question_id not in known]
         for question_id in unknown:
-            self._own.remove(question_id)
-            self._index.remove(question_id)
+            self._state.keeper.forget(self._state.index.row(question_id))
+            self._state.index.remove(question_id)
+        self._state.count_bytes()
         return len(unknown)
 
     def save(self, folder: Path) -> None:
-        """Write this process's answers into `folder`, which is made if need be, and the summary once; collective.
+        """Write this process's answers as Parquet into `folder`, which is made if need be, and the summary once: for
+        other runs and other tools. Collective.
 
         Raises:
-            OSError: on every process, where one cannot write.
+            OSError, CheckpointError: on every process, where one cannot write, or read what is stored.
         """
         with together(self._comm):
-            self.snapshot().save(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._state.owner.keeps:
+                write_answers(
+                    folder / answers_file(self._comm.rank, self._comm.size), self._state.rows(), self._state.group_size
+                )
+            if self._comm.is_main:
+                write_summary(folder / SUMMARY_FILE, self._state.summary())
 
-    def snapshot(self) -> ExperienceSnapshot:
-        """This process's part of the buffer as it is now, to be saved while the buffer changes.
-
-        Stored answers never change: they are not copied.
-        """
-        comm, summary = self._comm, None
-        if comm.is_main:
-            retired = tuple(sorted(self._retired))
-            summary = Summary(self._group_size, self.num_questions, self.num_answers, retired)
-        file = answers_file(comm.rank, comm.size) if comm.member == 0 else None
-        return ExperienceSnapshot(self._group_size, file, tuple(self._rows()), summary)
+    def snapshot(self) -> CheckpointSnapshot:
+        """This process's part of the buffer as it is now, to be saved while the buffer changes."""
+        return CheckpointSnapshot(
+            group_size=self._state.group_size,
+            rank=self._comm.rank,
+            num_ranks=self._comm.size,
+            summary=self._state.summary() if self._comm.is_main else None,
+            answers=AnswersSnapshot(self._state.keeper.store, self._state.index) if self._state.owner.keeps else None,
+        )
 
     def load(self, folder: Path) -> None:
         """Become the buffer that was saved, on whatever number of ranks, with the same future draws; collective.
@@ -186,16 +256,14 @@ class ExperienceBuffer:
             CheckpointError: a file is missing, damaged or disagrees with another; names the file and the row. It is
                 raised on every process, and nothing is changed.
         """
-        with together(self._comm):
-            summary = read_summary(folder / SUMMARY_FILE)
-            files = find_answers_files(folder)
-            listings = read_index(files, self._group_size)
-            own = read_answers(files, self._group_size, self._owns)
-            retired = set(summary.retired)
-            _check_agreement(folder, summary, listings, retired)
-        self._index, self._own, self._retired = QuestionIndex(self._group_size), own, retired
-        for question in listings:
-            self._index.put(question.question_id, question.bucket, question.num_answers)
+        restored, summary = self._restored(folder, whole=True)
+        assert summary is not None
+        self._state.keeper.become(restored.store)
+        self._state.index = restored.index
+        self._state.next_serial = max(restored.next_serial, summary.next_serial)
+        self._state.num_damaged = summary.num_damaged
+        self._state.lose(all_gather_union(self._comm, dict(restored.lost)))
+        self._state.count_bytes()
 
     def merge_file(self, path: Path) -> MergeReport:
         """Add the answers of another run (its experience folder, or the one Parquet file that has them); collective.
@@ -207,73 +275,50 @@ class ExperienceBuffer:
             CheckpointError: a file is missing, damaged or for another group size; names the file and the row. It is
                 raised on every process, and nothing is changed.
         """
-        with together(self._comm):
-            files = find_answers_files(path)
-            listings = read_index(files, self._group_size)
-            theirs = read_answers(files, self._group_size, self._owns)
-        mine = {
-            name: self._adopt(name, [replace(answer, step=0) for answer in answers])
-            for name, answers in theirs.items()
-            if name not in self._retired
-        }
+        theirs, _ = self._restored(path, whole=False)
+        lost = all_gather_union(self._comm, dict(theirs.lost))
+        questions = list(theirs.index.items())
+        serials = self._state.take_serials([theirs.index.num_answers(name) for name, _ in questions])
+        try:
+            with together(self._comm):
+                mine = {
+                    name: self._state.keep(name, _at_step_0(theirs, name), serial)
+                    for (name, _), serial in zip(questions, serials, strict=True)
+                    if self._state.owner.owns(name) and not self.is_retired(name)
+                }
+                self._state.keeper.tidy()
+        finally:
+            theirs.store.close()
         kept = all_gather_union(self._comm, mine)
-        report = MergeReport()
-        for question in listings:
-            self._list(question, kept.get(question.question_id), report)
+        report = MergeReport(damaged=sum(lost.values()))
+        for name, bucket in questions:
+            num_answers = theirs.index.num_answers(name) - lost.get(name, 0)
+            self._state.enter(name, bucket, num_answers, kept.get(name), report)
+        report.evicted += sum(self._state.hold_caps())
         return report
 
-    def _owns(self, question_id: str) -> bool:
-        comm = self._comm
-        return comm.member == 0 and owner_of(shard_of(question_id), comm.size) == comm.rank
+    def close(self) -> None:
+        """Delete what this process has on disk; the buffer cannot be used any more."""
+        self._state.keeper.close()
 
-    def _keep(self, change: Change) -> Kept:
+    def _keep(self, change: Change, serial: int) -> Kept:
         if change.solved:
-            self._own.remove(change.question_id)
-            return Kept(0, 0, 0)
-        return self._adopt(change.question_id, change.answers)
+            return self._state.forget(change.question_id)
+        return self._state.keep(change.question_id, change.answers, serial)
 
-    def _adopt(self, question_id: str, answers: Sequence[StoredAnswer]) -> Kept:
-        stored = sum(self._own.add(question_id, answer) for answer in answers)
-        return Kept(stored, len(answers) - stored, self._own.count(question_id))
-
-    def _apply(self, change: Change, kept: Kept, report: RecordReport) -> None:
-        report.stored += kept.stored
-        report.duplicates += kept.duplicates
-        if change.solved:
-            self._retired.add(change.question_id)
-            if change.question_id in self._index:
-                self._index.remove(change.question_id)
-        elif kept.num_answers:
-            self._index.put(change.question_id, change.bucket, kept.num_answers)
-
-    def _list(self, question: Listing, kept: Kept | None, report: MergeReport) -> None:
-        """Enter a question of a file; `kept` is None where it is retired here."""
-        if kept is None:
-            report.retired += question.num_answers
-            return
-        name = question.question_id
-        known = name in self._index
-        self._index.put(name, self._index.bucket(name) if known else question.bucket, kept.num_answers)
-        report.questions += not known
-        report.answers += kept.stored
-        report.duplicates += kept.duplicates
-
-    def _rows(self) -> Iterator[Row]:
-        """Of what this process keeps, shard by shard, so that another number of ranks can pass over what is not its."""
-        places = ((shard_of(name), bucket, name) for name, bucket in self._index.items() if self._own.count(name))
-        for _, bucket, name in sorted(places, key=lambda place: place[0]):
-            for answer_index, answer in enumerate(self._own.get(name)):
-                yield Row(name, bucket, self._index.position(name), answer_index, answer)
+    def _restored(self, path: Path, *, whole: bool) -> tuple[Restored, Summary | None]:
+        """What was saved, in a store of its own; `whole`: with its summary, and checked against that."""
+        state, store = self._state, self._state.keeper.another()
+        try:
+            with together(self._comm):
+                restored = restore(path, state.group_size, state.owner, store, self._config.on_corruption)
+                summary = check_agreement(path, restored) if whole else None
+        except Exception:
+            store.close()
+            raise
+        return restored, summary
 
 
-def _check_agreement(folder: Path, summary: Summary, listings: list[Listing], retired: set[str]) -> None:
-    """All files must be of the same buffer, and no retired question may have answers."""
-    found = (len(listings), sum(question.num_answers for question in listings))
-    if found != (summary.num_questions, summary.num_answers):
-        raise CheckpointError(
-            f"{folder}: its files hold {found[0]} questions and {found[1]} answers, but {SUMMARY_FILE} says "
-            f"{summary.num_questions} and {summary.num_answers}. Use another checkpoint."
-        )
-    for question in listings:
-        if question.question_id in retired:
-            raise question.fault(f"it is retired according to {SUMMARY_FILE}")
+def _at_step_0(restored: Restored, question_id: str) -> list[StoredAnswer]:
+    answers = restored.store.get(restored.index.row(question_id))
+    return [replace(answer, step=0) for answer in answers]

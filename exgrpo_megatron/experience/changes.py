@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,17 +31,21 @@ class Kept(NamedTuple):
     duplicates: int
     num_answers: int
     """Answers of the question afterwards."""
+    num_bytes: int
+    """What its records take more than before; below 0: less."""
+    evicted: int = 0
+    """Answers that went because the question has a cap."""
 
 
 def changes_of(
-    groups: Sequence[Group], retired: Collection[str], *, step: int, collect: bool, truncated: bool
+    groups: Sequence[Group], is_retired: Callable[[str], bool], *, step: int, collect: bool, truncated: bool
 ) -> tuple[list[Change], RecordReport]:
     """The changes, in the order of the groups, and the part of the report that needs no stored answers."""
     report, changes = RecordReport(), []
     solved: set[str] = set()
     for group in groups:
         question_id, num_correct = group.question.id, group.num_correct
-        if question_id in retired or question_id in solved:
+        if question_id in solved or is_retired(question_id):
             report.already_retired += 1
         elif num_correct == 0:
             report.unsolved += 1

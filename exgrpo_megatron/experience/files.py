@@ -1,10 +1,11 @@
-"""Experience on disk: a Parquet file a data-parallel rank, one row a stored answer, and a small JSON beside them."""
+"""Experience for others to read: a Parquet file a data-parallel rank, one row a stored answer, and a small JSON beside
+them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,8 @@ SUMMARY_FILE = "experience.json"
 SINGLE_FILE = "experience.parquet"
 """All answers in format 1, whose rows have no position: it is that of the rows themselves."""
 FORMAT = 2
-READABLE_FORMATS = (1, FORMAT)
+READABLE_FORMATS = (1, FORMAT, 3)
+"""Format 3 is that of checkpoints (`snapshot`), which share the summary only."""
 
 GROUP_SIZE_KEY, FORMAT_KEY = b"exgrpo.group_size", b"exgrpo.format"
 """In the files' metadata; format 1 has the first only."""
@@ -65,30 +67,10 @@ class Summary:
     num_questions: int
     num_answers: int
     retired: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ExperienceSnapshot:
-    """What one process writes of a buffer as it was at one moment."""
-
-    group_size: int
-    file: str | None
-    """Name of the answers file; None where another process keeps this rank's answers."""
-    rows: tuple[Row, ...]
-    summary: Summary | None
-    """On the one process that writes it."""
-
-    def save(self, folder: Path) -> list[Path]:
-        """Write this process's files into `folder`, which is made if need be, and return them; in any thread."""
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        if self.file is not None:
-            write_answers(folder / self.file, self.rows, self.group_size)
-            written.append(folder / self.file)
-        if self.summary is not None:
-            write_summary(folder / SUMMARY_FILE, self.summary)
-            written.append(folder / SUMMARY_FILE)
-        return written
+    num_damaged: int = 0
+    """Answers that the run has lost to damaged files."""
+    next_serial: int = 0
+    """Correct answers that the run has met; 0 in formats without serials."""
 
 
 def answers_file(rank: int, num_ranks: int) -> str:
@@ -107,17 +89,27 @@ def find_answers_files(path: Path) -> list[Path]:
         if named and int(named[2]) > 1:
             raise CheckpointError(f"{path}: one of {int(named[2])} files that belong together: name their folder.")
         return [path]
-    found = {file.name: int(match[2]) for file in path.iterdir() if (match := _ANSWERS_FILE.fullmatch(file.name))}
+    found = numbered_files(path, _ANSWERS_FILE, answers_file)
     if not found and (path / SINGLE_FILE).exists():
         return [path / SINGLE_FILE]
     if not found:
         raise CheckpointError(f"{path}: holds no experience: neither {answers_file(0, 1)} nor one of more such files.")
-    expected = [answers_file(rank, max(found.values())) for rank in range(max(found.values()))]
+    return found
+
+
+def numbered_files(folder: Path, pattern: re.Pattern[str], name: Callable[[int, int], str]) -> list[Path]:
+    """The files of a folder that are numbered `name(rank, ranks)`, which `pattern` takes apart; there may be none.
+
+    Raises:
+        CheckpointError: one of them is missing, or does not belong to the others.
+    """
+    found = {file.name: int(match[2]) for file in folder.iterdir() if (match := pattern.fullmatch(file.name))}
+    expected = [name(rank, max(found.values())) for rank in range(max(found.values(), default=0))]
     strange = sorted(found.keys() ^ set(expected))
     if strange:
         what = "belongs to another save than the files" if strange[0] in found else "is missing"
-        raise CheckpointError(f"{path / strange[0]} {what} beside it. {REMEDY}.")
-    return [path / name for name in expected]
+        raise CheckpointError(f"{folder / strange[0]} {what} beside it. {REMEDY}.")
+    return [folder / expected_name for expected_name in expected]
 
 
 def write_answers(path: Path, rows: Iterable[Row], group_size: int) -> None:
@@ -130,12 +122,14 @@ def write_answers(path: Path, rows: Iterable[Row], group_size: int) -> None:
             writer.write_batch(_record_batch(batch, schema))
 
 
-def write_summary(path: Path, summary: Summary) -> None:
-    content = {
-        "format": FORMAT,
+def write_summary(path: Path, summary: Summary, file_format: int = FORMAT) -> None:
+    content: dict[str, Any] = {
+        "format": file_format,
         "group_size": summary.group_size,
         "num_questions": summary.num_questions,
         "num_answers": summary.num_answers,
+        "num_damaged": summary.num_damaged,
+        "next_serial": summary.next_serial,
         "retired": list(summary.retired),
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -150,7 +144,7 @@ def read_summary(path: Path) -> Summary:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}). {REMEDY}.") from error
     if not isinstance(content, dict) or content.get("format") not in READABLE_FORMATS:
-        raise CheckpointError(f"{path}: this is not an experience summary of format 1 or {FORMAT}. {REMEDY}.")
+        raise CheckpointError(f"{path}: this is not an experience summary of format 1, 2 or 3. {REMEDY}.")
     retired = content.get("retired")
     if not isinstance(retired, list) or not all(isinstance(name, str) for name in retired):
         raise CheckpointError(f"{path}: `retired` must be a list of question ids. {REMEDY}.")
@@ -159,6 +153,8 @@ def read_summary(path: Path) -> Summary:
         num_questions=_whole_number(path, content, "num_questions"),
         num_answers=_whole_number(path, content, "num_answers"),
         retired=tuple(retired),
+        num_damaged=_whole_number(path, {"num_damaged": 0, **content}, "num_damaged"),
+        next_serial=_whole_number(path, {"next_serial": 0, **content}, "next_serial"),
     )
 
 

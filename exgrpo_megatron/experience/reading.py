@@ -13,18 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exgrpo_megatron.errors import CheckpointError
-from exgrpo_megatron.experience.answers import AnswerStore, answer_fault
+from exgrpo_megatron.experience.answers import answer_fault
 from exgrpo_megatron.experience.files import (
     FORMAT_KEY,
-    GROUP_SIZE_KEY,
     REMEDY,
     ROWS_AT_ONCE,
     SCHEMA,
     find_answers_files,
 )
+from exgrpo_megatron.experience.manifest import check_group_size, find_index_files
+from exgrpo_megatron.experience.recovery import find_segments
 from exgrpo_megatron.types import StoredAnswer
 
-_INDEX_COLUMNS = ("question_id", "bucket", "position", "answer_index")
+_INDEX_COLUMNS = ("question_id", "bucket", "position", "answer_index", "step")
 _ANSWER_COLUMNS = ("question_id", "token_ids", "logprobs", "policy_version", "step")
 
 
@@ -40,6 +41,8 @@ class Listing:
     path: Path
     row: int
     """Where its first row stands."""
+    steps: list[int]
+    """Of its answers, oldest first: when each was stored."""
 
     def fault(self, text: str) -> CheckpointError:
         return _row_fault(self.path, self.row, self.question_id, text)
@@ -60,25 +63,26 @@ def read_index(paths: Sequence[Path], group_size: int) -> list[Listing]:
     return listings.in_order()
 
 
-def read_answers(paths: Sequence[Path], group_size: int, owns: Callable[[str], bool]) -> AnswerStore:
-    """The answers of the questions that `owns` accepts; row groups without any are passed over.
+def read_answers(
+    paths: Sequence[Path], group_size: int, owns: Callable[[str], bool], take: Callable[[str, StoredAnswer], bool]
+) -> None:
+    """Give `take` the answers of the questions that `owns` accepts, those of a question together and oldest first; row
+    groups without any are passed over. It answers False where it has the same token ids already.
 
     The files must have passed `read_index`.
 
     Raises:
         CheckpointError: a file cannot be read, or an answer cannot be replayed or stands there twice (it is named).
     """
-    store = AnswerStore()
     for path in paths:
         with _opened(path) as file:
             _check_schema(path, file.schema_arrow, group_size)
             groups = [group for group in range(file.num_row_groups) if any(map(owns, _question_ids(file, group)))]
             for first_row, batch in _batches(path, file, groups, _ANSWER_COLUMNS):
                 for row, (question_id, answer) in enumerate(_answers(batch), start=first_row):
-                    fault = _store(store, question_id, answer) if owns(question_id) else None
+                    fault = _store(take, question_id, answer) if owns(question_id) else None
                     if fault is not None:
                         raise _row_fault(path, row, question_id, fault)
-    return store
 
 
 def check_answers_files(path: Path, group_size: int) -> None:
@@ -87,6 +91,14 @@ def check_answers_files(path: Path, group_size: int) -> None:
     Raises:
         CheckpointError: a file is missing, no experience file, or of another group size.
     """
+    indices = find_index_files(path)
+    if indices:
+        for part in indices:
+            with _opened(part) as file:
+                check_group_size(part, file.schema_arrow, group_size)
+        return
+    if find_segments(path):
+        return
     for part in find_answers_files(path):
         with _opened(part) as file:
             _check_schema(part, file.schema_arrow, group_size)
@@ -100,6 +112,7 @@ class _Place(NamedTuple):
     position: int | None
     """None in format 1, where the order of the rows says it."""
     answer_index: int
+    step: int
 
 
 class _Listings:
@@ -139,6 +152,7 @@ class _Listings:
         last = self._listings[-1] if self._listings else None
         if last and (last.question_id, last.path) == (place.question_id, path):
             last.num_answers += 1
+            last.steps.append(place.step)
             return _continuation_fault(last, place)
         if place.question_id in self._seen:
             return "the rows of the question do not stand together"
@@ -147,7 +161,7 @@ class _Listings:
         position = self._sizes[place.bucket] if place.position is None else place.position
         self._sizes[place.bucket] += 1
         self._seen.add(place.question_id)
-        self._listings.append(Listing(place.question_id, place.bucket, position, 1, path, row))
+        self._listings.append(Listing(place.question_id, place.bucket, position, 1, path, row, [place.step]))
         return None
 
 
@@ -162,11 +176,11 @@ def _continuation_fault(question: Listing, place: _Place) -> str | None:
     return None
 
 
-def _store(store: AnswerStore, question_id: str, answer: StoredAnswer) -> str | None:
+def _store(take: Callable[[str, StoredAnswer], bool], question_id: str, answer: StoredAnswer) -> str | None:
     fault = answer_fault(answer.token_ids, answer.logprobs)
     if fault is not None:
         return f"the answer cannot be replayed: {fault}"
-    if not store.add(question_id, answer):
+    if not take(question_id, answer):
         return "the same token ids are stored for the question already"
     return None
 
@@ -222,13 +236,7 @@ def _check_schema(path: Path, schema: Any, group_size: int) -> None:
             raise CheckpointError(
                 f"{path}: column `{field.name}` is {found}; an experience file has it as {field.type}. {REMEDY}."
             )
-    recorded = metadata.get(GROUP_SIZE_KEY)
-    if recorded != str(group_size).encode():
-        found = "no group size" if recorded is None else f"groups of {recorded.decode(errors='replace')}"
-        raise CheckpointError(
-            f"{path}: written for {found}, but grpo.num_generations_per_prompt = {group_size} (a bucket is a number "
-            "correct out of a group). Use experience of a run with the same group size, or set the key to it."
-        )
+    check_group_size(path, schema, group_size)
 
 
 def _check_no_nulls(path: Path, batch: Any, first_row: int) -> None:

@@ -32,6 +32,12 @@ class RecordReport:
     retired: list[str] = field(default_factory=list)
     """Questions newly retired."""
     refused: list[RefusedAnswer] = field(default_factory=list)
+    evicted_of_question: int = 0
+    """Answers that went because their question had more than `experience.max_answers_per_question`."""
+    evicted_of_answers: int = 0
+    """Answers that went because there were more than `experience.max_answers`."""
+    evicted_of_bytes: int = 0
+    """Answers that went because all together had more than `experience.max_bytes`."""
 
 
 @dataclass
@@ -46,3 +52,7 @@ class MergeReport:
     """Answers left out because their token ids were stored already."""
     retired: int = 0
     """Answers left out because their question is retired here."""
+    evicted: int = 0
+    """Answers that went because a cap was reached."""
+    damaged: int = 0
+    """Answers left out because their record is damaged (`experience.on_corruption: quarantine`)."""

@@ -1,13 +1,15 @@
-"""Bytes of experience in the memory of one process, not of its GPU."""
+"""Bytes of experience in the memory of one process, not of its GPU, and on its disk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_INDEX_BYTES = 320
-"""Of a question in the index: id, bucket, place in two tables (240 measured)."""
-_ANSWER_BYTES, _TOKEN_BYTES = 400, 8
-"""Of a stored answer: its objects (364 measured), and an int32 id and a float32 log-prob a token."""
+_INDEX_BYTES = 100
+"""Of a question in the index: id, digest, bucket, place (55 measured, with ids of 20 bytes)."""
+_ANSWER_BYTES = 40
+"""Of an answer in its owner's table."""
+_RECORD_BYTES, _TOKEN_BYTES = 80, 7
+"""Of an answer on disk: header and question id, at most 3 bytes of id and 4 of log-prob a token (3 to 5 measured)."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,10 @@ class ExperienceBytes:
     questions: int
     answers: int
     index: int
-    stored: int
-    """The answers that one owner keeps."""
+    table: int
+    """In memory, of the answers that one owner keeps."""
+    disk: int
+    """Of these answers themselves; dropped ones, until they are compacted, take at most as much again."""
 
 
 def experience_bytes(*, questions: int, answers: int, tokens: int, owners: int) -> ExperienceBytes:
@@ -28,5 +32,6 @@ def experience_bytes(*, questions: int, answers: int, tokens: int, owners: int) 
         questions=questions,
         answers=answers,
         index=questions * _INDEX_BYTES,
-        stored=kept * (_ANSWER_BYTES + _TOKEN_BYTES * tokens),
+        table=kept * _ANSWER_BYTES,
+        disk=kept * (_RECORD_BYTES + _TOKEN_BYTES * tokens),
     )

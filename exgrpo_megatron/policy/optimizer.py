@@ -86,7 +86,7 @@ def apply_gradients(
     rate = learning_rate(optimizer)
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    # A ratio that is NaN has no gradient (clamping the log-ratio removes it) and shows in the loss alone.
+    # A ratio that is NaN shows in the loss alone with the reference kernel: autograd of the clamp gives it no gradient.
     if overflow or not math.isfinite(norm) or norm > skip_above or not math.isfinite(loss):
         return Step(grad_norm=norm, skipped=True, learning_rate=rate)
     clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm, norm)

@@ -58,8 +58,9 @@ def plan_lines(plan: Plan, source: str) -> list[str]:
     if experience.questions:
         lines.append(
             f"experience, in the machine's memory, at most: index {_gib(experience.index)} GiB on every process "
-            f"({experience.questions:,} questions), answers {_gib(experience.stored)} GiB on the first of each "
-            f"data-parallel rank ({experience.answers:,} in all, were each right and of the greatest length)"
+            f"({experience.questions:,} questions), answers {_gib(experience.table)} GiB on the first of each "
+            f"data-parallel rank, and {_gib(experience.disk)} GiB on its disk ({experience.answers:,} in all, were "
+            f"each right and of the greatest length)"
         )
     return lines
 

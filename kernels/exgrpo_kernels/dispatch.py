@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from functools import cache
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -56,16 +58,19 @@ class RowKernels(Protocol):
 
 def row_kernels(logits: Tensor) -> RowKernels:
     """Triton on GPUs that have it, for all but float64; torch elsewhere. A GPU without Triton is warned of once."""
-    if not logits.is_cuda or logits.dtype == torch.float64 or not _triton_found():
+    if not logits.is_cuda or logits.dtype == torch.float64:
         return torch_kernels
-    from exgrpo_kernels import triton_kernels  # noqa: PLC0415
-
-    return triton_kernels
+    return triton_kernels() or torch_kernels
 
 
 @cache
-def _triton_found() -> bool:
-    found = importlib.util.find_spec("triton") is not None
-    if not found:
-        _log.warning("triton is not installed: log-probs and losses on this GPU run in plain torch, slower")
-    return found
+def triton_kernels() -> ModuleType | None:
+    """The module of that name; None, with a warning, where triton is absent or does not import."""
+    fault = "triton is not installed"
+    if importlib.util.find_spec("triton") is not None:
+        try:
+            return importlib.import_module("exgrpo_kernels.triton_kernels")
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:  # as packages that are there in part
+            fault = f"triton does not import ({type(error).__name__}: {error})"
+    _log.warning("%s: log-probs and losses on this GPU run in plain torch, slower", fault)
+    return None

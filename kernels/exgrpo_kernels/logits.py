@@ -54,7 +54,8 @@ class _LogitsLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if ctx.gradient is None:
+            raise RuntimeError("a fused loss hands its gradients out once: it has no second backward pass")
         gradient, ctx.gradient = ctx.gradient, None
-        if upstream is None or gradient is None:
-            return None, None, None, None, None
-        return gradient.mul_(upstream), None, None, None, None
+        given = None if upstream is None else gradient.mul_(upstream)
+        return given, None, None, None, None

@@ -114,7 +114,7 @@ def _slopes(terms: TokenTerms, inputs: LossInputs, objective: Objective) -> Tens
     """d loss / d logprob of each token, in closed form: -A w of a plain ratio w, -A f'(w) w = -A f(w) beta / (w + beta)
     of a shaped one, 0 where the loss is flat."""
     if objective.kind == "nll":
-        return -inputs.advantages * inputs.policy_weights
+        return -inputs.advantages.to(terms.log_ratio.dtype) * inputs.policy_weights
     bound, beta = objective.max_abs_log_ratio, objective.shaping_beta
     if objective.shaping:
         ratio = terms.log_ratio.clamp(-bound, bound).exp_()
@@ -150,7 +150,7 @@ def _replace_by_gradient(
         linear = entropy_slopes * factor
         constant = constant + linear * (statistics.entropies - statistics.log_sums)
     own, columns = _own_targets(targets, start, valid)
-    at_target = (slopes / temperature).where(own, 0.0)
+    at_target = (slopes / temperature).where(own, 0.0).to(factor.dtype)
     for rows in _blocks(logits.shape[0], valid):
         block = logits[rows, :valid]
         grad = _exponents(block, statistics.maxima[rows, None], temperature, reuse=True)

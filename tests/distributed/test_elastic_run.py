@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -18,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 ALIKE = ("reward/", "groups/", "experience/", "policy/", "ratio_", "data/", "rollout/tokens", "rollout/truncated")
 """Metrics that describe the run, not the machine."""
-OF_A_LAYOUT = ("experience/shard_answers", "rollout/tokens_per_s", "policy/padding_share")
+OF_A_LAYOUT = ("experience/shard_answers", "experience/stored_bytes", "rollout/tokens_per_s", "policy/padding_share")
 
 
 def write_recipe(folder: Path, model: Path) -> None:
@@ -89,41 +92,32 @@ def test_losses_and_what_is_replayed_are_those_of_the_run_that_was_not_stopped(r
                 assert mine[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (theirs["step"], name)
 
 
-def test_experience_order_and_position_are_the_same_at_the_end(runs: tuple[Path, Path]) -> None:
+def test_experience_order_and_position_are_the_same_at_the_end(
+    runs: tuple[Path, Path], stored_rows: Callable[[Path], dict[tuple[str, int], Any]]
+) -> None:
     straight, moved = (run / "checkpoints" / "step_000006" for run in runs)
     for key in ("order", "schedule", "alarm", "skipped_updates", "step"):
         left, right = (json.loads((folder / "state.json").read_text())[key] for folder in (straight, moved))
         assert left == right, key
     left, right = (folder / "experience" for folder in (straight, moved))
     assert (left / "experience.json").read_text() == (right / "experience.json").read_text()
-    mine, theirs = (rows_of(folder) for folder in (right, left))
+    mine, theirs = (stored_rows(folder) for folder in (right, left))
     assert mine.keys() == theirs.keys()
     assert len(mine) > 10
     for key, (answer, logprobs) in theirs.items():
         assert mine[key][0] == answer
-        assert mine[key][1] == pytest.approx(logprobs, abs=1e-5)
+        ours = np.frombuffer(mine[key][1], np.float32)
+        np.testing.assert_allclose(ours, np.frombuffer(logprobs, np.float32), rtol=0, atol=1e-5)
 
 
-def test_each_number_of_processes_wrote_as_many_files(runs: tuple[Path, Path]) -> None:
+def test_each_number_of_processes_wrote_as_many_files(
+    runs: tuple[Path, Path], stored_rows: Callable[[Path], dict[tuple[str, int], Any]]
+) -> None:
     """And what they hold together grows from checkpoint to checkpoint."""
     checkpoints = sorted((runs[1] / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == ["step_000002", "step_000004", "step_000006"]
-    files = [sorted((path / "experience").glob("answers-*.parquet")) for path in checkpoints]
+    files = [sorted((path / "experience").glob("index-*.parquet")) for path in checkpoints]
     assert [len(some) for some in files] == [2, 4, 1]
     assert all(pq.ParquetFile(path).metadata.num_rows for some in files for path in some)
-    totals = [len(rows_of(path / "experience")) for path in checkpoints]
+    totals = [len(stored_rows(path / "experience")) for path in checkpoints]
     assert totals[0] < totals[1]
-
-
-def rows_of(folder: Path) -> dict[tuple[str, int], tuple[tuple[object, ...], list[float]]]:
-    """(question, index of the answer) -> where it stands and what it is, and its log-probs."""
-    rows = [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
-    found = {
-        (row["question_id"], row["answer_index"]): (
-            (row["bucket"], row["position"], row["token_ids"], row["policy_version"], row["step"]),
-            row["logprobs"],
-        )
-        for row in rows
-    }
-    assert len(found) == len(rows)
-    return found

@@ -24,7 +24,14 @@ LAYOUTS = {
     "DP4": (4, {}),
     "TP2 x DP2": (4, {"tensor_model_parallel_size": 2}),
 }
-OWN = ("time/", "run/", "rollout/tokens_per_s", "experience/shard_answers", "policy/padding_share")
+OWN = (
+    "time/",
+    "run/",
+    "rollout/tokens_per_s",
+    "experience/shard_answers",
+    "experience/stored_bytes",
+    "policy/padding_share",
+)
 """Metrics that depend on the layout."""
 
 

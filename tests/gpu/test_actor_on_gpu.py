@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from whole_project import skip_module_without_it
 
-for module in ("megatron.core", "transformers", "pydantic", "safetensors"):
-    pytest.importorskip(module, reason=f"the actor needs {module}")
+skip_module_without_it()
 
 
 def test_two_steps_of_the_actor_equal_plain_autograd_with_adamw(device, tmp_path, data_parallel):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +62,25 @@ def test_the_script_measures_what_it_says_and_writes_both_forms(tmp_path: Path):
     # Bytes over seconds: 6 rows of 512 columns of 2 bytes, read twice and written once, over the time given for both.
     moved = 3 * 6 * 512 * 2 / (values["K1 + K2"] / 1e3) / 1e9
     assert values["K1 + K2 over the copy"] == pytest.approx(moved / values["copy on the device"], rel=1e-6)
+
+
+def test_the_loss_is_tested_where_nothing_but_what_the_script_needs_is_installed():
+    """The rest of the project hidden: its tests on a GPU are skipped, those of the loss are found."""
+    hidden = ["megatron", "numpy", "pydantic", "safetensors", "transformers"]
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({hidden!r}))
+import pytest
+sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "--collect-only", "tests/gpu"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=SCRIPT.parents[1], check=False,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_hidden_states_to_loss_agree_with_float64" in done.stdout
+    said = re.findall(r"SKIPPED \[(\d)\] .*: the actor needs megatron.core, numpy, pydantic", done.stdout)
+    assert said == ["2"], done.stdout
 
 
 def test_goals_are_met_or_missed_on_the_side_they_are_meant(script: ModuleType):

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from exgrpo_megatron.metrics import read_metrics
@@ -110,17 +109,15 @@ def train_args(model, folder, *more, steps=STEPS):
             f"logger.log_dir={folder}", *more]  # fmt: skip
 
 
-def assert_same_run(one, two, steps=STEPS):
+def assert_same_run(one, two, stored_rows, steps=STEPS):
     """Same exported weights, experience, position and metrics, bit for bit."""
     assert (one / "hf" / "model.safetensors").read_bytes() == (two / "hf" / "model.safetensors").read_bytes()
     ours, theirs = (folder / "checkpoints" / f"step_{steps:06d}" for folder in (one, two))
-    files = sorted((theirs / "experience").glob("answers-*.parquet"))
-    assert [path.name for path in files] == sorted(
-        path.name for path in (ours / "experience").glob("answers-*.parquet")
-    )
-    assert files
-    for path in files:
-        assert pq.read_table(ours / "experience" / path.name).equals(pq.read_table(path))
+    rows = stored_rows(theirs / "experience")
+    assert rows
+    assert stored_rows(ours / "experience") == rows
+    names = [sorted(path.name for path in (run / "experience").glob("index-*.parquet")) for run in (ours, theirs)]
+    assert names[0] == names[1]
     mine, its = (json.loads((folder / "state.json").read_text()) for folder in (ours, theirs))
     assert {**mine, "recipe": None} == {**its, "recipe": None}
     assert untimed(one) == untimed(two)
@@ -171,7 +168,7 @@ def whole_run(tmp_path_factory, half_trained_model):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_saves_and_the_same_command_ends_as_if_nothing_had_been(
-    tmp_path, half_trained_model, whole_run, number
+    tmp_path, half_trained_model, whole_run, number, stored_rows
 ):
     folder = tmp_path / "run"
     running = Running(*train_args(half_trained_model, folder))
@@ -191,7 +188,7 @@ def test_a_signal_saves_and_the_same_command_ends_as_if_nothing_had_been(
     result = exgrpo(*train_args(half_trained_model, folder))
     assert result.returncode == 0, result.stderr
     assert f"resuming from {saved[0]}" in result.stdout
-    assert_same_run(folder, whole_run)
+    assert_same_run(folder, whole_run, stored_rows)
 
 
 def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, half_trained_model):
@@ -216,7 +213,7 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, h
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
-def test_a_signal_in_the_warm_start_keeps_nothing_half_made_and_it_begins_again(tmp_path):
+def test_a_signal_in_the_warm_start_keeps_nothing_half_made_and_it_begins_again(tmp_path, stored_rows):
     def args(name):
         return [*train_args("embedded:chain-qwen2", tmp_path / name, steps=1), "sft.warm_start=true",
                 "sft.max_num_steps=60", f"sft.warm_start_dir={tmp_path / f'{name}-warm'}"]  # fmt: skip
@@ -232,7 +229,7 @@ def test_a_signal_in_the_warm_start_keeps_nothing_half_made_and_it_begins_again(
     for name in ("cut", "whole"):
         result = exgrpo(*args(name))
         assert result.returncode == 0, result.stderr
-    assert_same_run(tmp_path / "cut", tmp_path / "whole", steps=1)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", stored_rows, steps=1)
     ours, theirs = (next((tmp_path / f"{name}-warm").iterdir()) for name in ("cut", "whole"))
     assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
 
@@ -262,7 +259,9 @@ def test_two_ranks_train_and_only_the_first_speaks(two_ranks):
 
 
 @pytest.mark.distributed
-def test_two_ranks_stop_on_a_signal_to_their_launcher_and_resume_bit_for_bit(tmp_path, half_trained_model, two_ranks):
+def test_two_ranks_stop_on_a_signal_to_their_launcher_and_resume_bit_for_bit(
+    tmp_path, half_trained_model, two_ranks, stored_rows
+):
     args = train_args(half_trained_model, tmp_path / "run", "grpo.val_period=6")
     running = Running(*args, ranks=2)
     running.wait_for("step  3/12")
@@ -273,7 +272,7 @@ def test_two_ranks_stop_on_a_signal_to_their_launcher_and_resume_bit_for_bit(tmp
     result = exgrpo(*args, ranks=2)
     assert result.returncode == 0, result.stderr
     assert "resuming from" in result.stdout
-    assert_same_run(tmp_path / "run", two_ranks[0])
+    assert_same_run(tmp_path / "run", two_ranks[0], stored_rows)
 
 
 @pytest.mark.distributed
@@ -310,7 +309,9 @@ def test_an_error_of_the_first_rank_alone_is_said_once_and_ends_the_other(tmp_pa
 
 
 @pytest.mark.distributed
-def test_a_killed_rank_is_named_ends_the_others_soon_and_the_run_resumes(tmp_path, half_trained_model, two_ranks):
+def test_a_killed_rank_is_named_ends_the_others_soon_and_the_run_resumes(
+    tmp_path, half_trained_model, two_ranks, stored_rows
+):
     args = train_args(half_trained_model, tmp_path / "run", "grpo.val_period=6", "checkpointing.save_period=2")
     for lost, step, named_by in ((1, 3, "error: "), (0, 7, "error: rank 1: ")):
         running = Running(*args, ranks=2)
@@ -330,12 +331,12 @@ def test_a_killed_rank_is_named_ends_the_others_soon_and_the_run_resumes(tmp_pat
     result = exgrpo(*args, ranks=2)
     assert result.returncode == 0, result.stderr
     assert f"resuming from {newest}" in result.stdout
-    assert_same_run(tmp_path / "run", two_ranks[0])
+    assert_same_run(tmp_path / "run", two_ranks[0], stored_rows)
 
 
 @pytest.mark.distributed
 def test_a_batch_file_trains_on_two_nodes_stops_before_the_time_limit_and_goes_on(
-    tmp_path, half_trained_model, two_ranks
+    tmp_path, half_trained_model, two_ranks, stored_rows
 ):
     """Slurm's commands are scripts here that start both nodes on this machine; torchrun and all behind it are real."""
     job = tmp_path / "job.sh"
@@ -358,7 +359,7 @@ def test_a_batch_file_trains_on_two_nodes_stops_before_the_time_limit_and_goes_o
     assert running.end() == 0, running.output
     assert running.output.count("resuming from") == 1
     assert log.read_text().count("requeue") == 1
-    assert_same_run(tmp_path / "run", two_ranks[0])
+    assert_same_run(tmp_path / "run", two_ranks[0], stored_rows)
 
 
 # ---------------------------------------------------------------------------- full disks

@@ -60,6 +60,11 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (NO_TORCH_PART, "FileNotFoundError: Could not find shared object file: transformer_engine_torch"),
         (WHOLE | {"pytorch/__init__.py": "raise OSError('libcudart.so.13')"}, "OSError: libcudart.so.13"),
         (WHOLE | {"pytorch/__init__.py": "assert False, 'torch too old'"}, "AssertionError: torch too old"),
+        # Its search for CUDA's libraries, where there are none: grep's exit code is 1.
+        (
+            WHOLE | {"__init__.py": "import subprocess\nsubprocess.check_output('true | grep libnvrtc', shell=True)"},
+            "CalledProcessError: Command 'true | grep libnvrtc' returned non-zero exit status 1.",
+        ),
         (
             WHOLE | {"pytorch/optimizers.py": "raise ImportError('undefined symbol\\nmore')"},
             "ImportError: undefined symbol",

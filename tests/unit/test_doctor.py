@@ -55,6 +55,16 @@ def test_a_transformer_engine_that_does_not_import_is_half_installed(
     assert error.split("(")[0] in finding.gives
 
 
+def test_a_triton_that_does_not_import_is_half_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, "triton", "triton", "3.7.1", {"__init__.py": "raise ImportError('libtriton.so')"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finding = examine(BY_NAME["triton"])
+    assert (finding.installed, finding.status) == ("3.7.1", "half installed")
+    library = accelerators_in([finding], "a GPU").triton
+    assert (library.works, library.fault) == (False, "libtriton.so")
+    assert choices([finding])["LM head, loss"] == "exgrpo_kernels, linear form, in torch"
+
+
 def test_a_package_that_kills_the_process_is_half_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     code = {"__init__.py": "", "pytorch/__init__.py": "import os; os.abort()"}
     install(tmp_path, "transformer_engine", "transformer_engine", "2.20.2", code)

@@ -62,7 +62,7 @@ FILES = [
     "policy/metadata.json",
     "policy/__0_0.distcp",
     "experience/experience.json",
-    "experience/answers-00000-of-00001.parquet",
+    "experience/index-00000-of-00001.parquet",
 ]
 
 

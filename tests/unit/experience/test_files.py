@@ -243,7 +243,7 @@ def test_a_missing_file_is_named(name: str, played: ExperienceBuffer, tmp_path: 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("format", 3, "not an experience summary of format 1 or 2"),
+        ("format", 4, "not an experience summary of format 1, 2 or 3"),
         ("num_answers", -1, "`num_answers` must be a whole number, found -1"),
         ("num_questions", "many", "`num_questions` must be a whole number, found 'many'"),
         ("num_questions", 1, r"hold \d+ questions and \d+ answers, but experience\.json says 1 and"),
@@ -271,7 +271,7 @@ def test_answers_of_a_retired_question_are_refused(played: ExperienceBuffer, tmp
     path = tmp_path / "experience.json"
     summary = json.loads(path.read_text())
     path.write_text(json.dumps({**summary, "retired": [*summary["retired"], rows["question_id"][0]]}))
-    with pytest.raises(CheckpointError, match=r"row 0, question .*: it is retired"):
+    with pytest.raises(CheckpointError, match=r"question 'q\d+' has answers, but is retired"):
         empty().load(tmp_path)
 
 
@@ -319,7 +319,8 @@ def test_a_snapshot_is_of_its_moment_and_names_what_it_wrote(played: ExperienceB
     before, snapshot = contents(played), played.snapshot()
     play(played, seed=2, steps=20)
     assert contents(played) != before
-    assert snapshot.save(tmp_path) == [tmp_path / ANSWERS, tmp_path / "experience.json"]
+    names = ["segments/00000-000000.seg", "index-00000-of-00001.parquet", "experience.json"]
+    assert snapshot.save(tmp_path) == [tmp_path / name for name in names]
     loaded = empty()
     loaded.load(tmp_path)
     assert contents(loaded) == before

@@ -215,6 +215,24 @@ def test_the_gradient_takes_the_place_of_given_logits(dtype: torch.dtype):
     assert torch.equal(handed_over.detach(), given.grad)
 
 
+@pytest.mark.parametrize("name", ["ratio", "nll"])
+@pytest.mark.parametrize(("dtype", "constants", "digits"), [
+    (torch.float64, torch.float32, 1e-12), (torch.float32, torch.float64, 1e-5),
+])  # fmt: skip
+def test_constants_may_be_of_another_precision_than_the_logits(
+    name: str, dtype: torch.dtype, constants: torch.dtype, digits: float
+):
+    """float64 logits keep their digits beside the float32 constants of a batch; all are what float64 makes of them."""
+    hidden, weight = random_layer(7, 5, 11, dtype=dtype)
+    inputs = in_dtype(random_inputs(7, 11), constants)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected_loss(exact[0] @ exact[1].t(), inputs, OBJECTIVES[name], valid=9)[0].backward()
+    head = OutputHead(weight, valid_vocab=9)
+    fused.token_loss(hidden, head, inputs, OBJECTIVES[name], chunk_size=3).loss.backward()
+    for found, wanted in zip((hidden, weight), exact, strict=True):
+        assert (found.grad.double() - wanted.grad).abs().max() < digits * wanted.grad.abs().max()
+
+
 @pytest.mark.parametrize("form", ["auto", *FORMS])
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one_token(form: str, tokens: int):
@@ -349,9 +367,14 @@ def test_what_is_frozen_gets_no_gradient(frozen: str):
         assert not fused.token_loss(hidden, OutputHead(weight, 11), inputs, Objective()).loss.requires_grad
 
 
-def test_gradients_are_handed_out_once():
+@pytest.mark.parametrize("of", ["hidden states", "logits"])
+def test_gradients_are_handed_out_once(of: str):
     hidden, weight = random_layer(6, 5, 11)
-    loss = fused.token_loss(hidden, OutputHead(weight, 11), random_inputs(6, 11), Objective()).loss
+    inputs = random_inputs(6, 11)
+    if of == "logits":
+        loss = fused.logits_loss(hidden @ weight.t(), Columns(11), inputs, Objective()).loss
+    else:
+        loss = fused.token_loss(hidden, OutputHead(weight, 11), inputs, Objective()).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="no second backward pass"):
         loss.backward()

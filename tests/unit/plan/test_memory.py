@@ -119,5 +119,6 @@ def test_vllm_has_what_it_is_given():
 
 def test_experience_is_bounded_by_answers_of_the_greatest_length():
     found = experience_bytes(questions=10, answers=80, tokens=100, owners=3)
-    assert found.stored == 27 * (400 + 800)
-    assert found.index == 3200
+    assert found.table == 27 * 40
+    assert found.disk == 27 * (80 + 700)
+    assert found.index == 1000

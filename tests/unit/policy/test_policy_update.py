@@ -141,7 +141,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, group: Da
 
 
 def test_a_denominator_that_is_not_finite_changes_nothing(tmp_path: Path, group: DataParallel) -> None:
-    """Its ratio has no gradient, so the norm is finite: only the loss shows it."""
+    """The loss shows it, whatever the kernel makes of the ratio's gradient."""
     save_model("qwen2", tmp_path)
     actor = make_actor(tmp_path, group)
     before = dict(actor.export_weights())
@@ -149,7 +149,6 @@ def test_a_denominator_that_is_not_finite_changes_nothing(tmp_path: Path, group:
     broken = replace(first, old_logprobs=np.full(len(first.response_ids), np.nan, np.float32))
     result = actor.update([broken, *others], Objective(), temperature=1.0)
     assert result.skipped
-    assert math.isfinite(result.grad_norm)
     assert math.isnan(result.loss)
     assert max_difference(dict(actor.export_weights()), before) == 0
 

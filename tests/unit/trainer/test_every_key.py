@@ -16,6 +16,8 @@ LIMITED = {"loss_fn": {"use_importance_sampling_correction": True, **LIMITS}}
 SHORT = {"policy": {"generation": {"max_new_tokens": 5}}}
 ON_POLICY = {"experience": {"start_pass_rate": 1.0}}
 
+CAPPED = {"experience": {"max_answers": 12}}
+
 STEPS = 7
 
 # (key, another value, what the run is beside the default): the default is B = 4, K = 4, replay on from the first step.
@@ -67,6 +69,11 @@ CASES = [
     ("experience.unused_fresh", "discard", {}),
     ("experience.allow_duplicates", True, {}),
     ("experience.shaping", "none", {}),
+    ("experience.max_answers_per_question", 1, {}),
+    ("experience.max_answers", 6, {}),
+    ("experience.max_bytes", 500, {}),
+    ("experience.eviction", "highest_entropy", CAPPED),
+    ("experience.eviction", "least_recently_replayed", CAPPED),
     ("experience.shaping_beta", 0.2, {}),
     ("data.epoch_order", "same", {"num_questions": 12}),
     ("policy.train_global_batch_size", 8, {}),
@@ -75,8 +82,16 @@ CASES = [
     ("policy.generation.max_new_tokens", 64, {}),
     ("policy.generation.temperature", 0.9, {}),
 ]
-# These change how long a run is and when it is looked at; prefill_path is in test_whole_variants.py.
-NOT_OF_A_STEP = {"grpo.max_num_steps", "grpo.val_period", "grpo.val_at_start", "experience.prefill_path"}
+# These change how long a run is and when it is looked at; prefill_path is in test_whole_variants.py, the others of
+# experience are in test_stored_experience.py.
+NOT_OF_A_STEP = {
+    "grpo.max_num_steps",
+    "grpo.val_period",
+    "grpo.val_at_start",
+    "experience.prefill_path",
+    "experience.store_dir",
+    "experience.on_corruption",
+}
 
 
 def lively(question_id, samples):

@@ -6,6 +6,8 @@ The model is the embedded one with untrained weights; its vocabulary is digits, 
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from scripted import ScriptedEngine, build_trainer, make_config, wrong
 
@@ -144,11 +146,12 @@ def test_a_file_that_does_not_fit_the_recipe_is_refused(make_trainer, tmp_path, 
 def test_a_file_of_another_tokenizer_is_refused(make_trainer, tmp_path):
     parts = make_trainer().parts
     record_solutions(parts, [BOX])
-    for name in ("q1", "q2"):
-        for answer in parts.experience.answers(name):
-            answer.token_ids.flags.writeable = True
-            answer.token_ids[0] = 40_000
     parts.experience.save(tmp_path / "solutions")
+    path = tmp_path / "solutions" / "answers-00000-of-00001.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pydict()
+    rows["token_ids"][0][0] = 40_000
+    pq.write_table(pa.table(rows, schema=table.schema), path)
     with pytest.raises(ConfigError, match="token id 40000, but the tokenizer only 21 tokens"):
         load_prefill(make_trainer().parts, tmp_path / "solutions")
 

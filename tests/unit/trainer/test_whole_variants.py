@@ -48,6 +48,7 @@ def test_the_derived_table_of_the_main_run():
         "tokens in one sequence, at most": "9216",
         "response tokens a step, at most": "8,388,608",
         "answers in the whole run": "716,800, replayed ones included",
+        "computed with": "Megatron's own layers; float32",
     }
 
 

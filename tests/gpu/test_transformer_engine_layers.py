@@ -1,6 +1,6 @@
 """The actor on Transformer Engine's layers, against Megatron's own: needs a GPU and a whole transformer-engine.
 
-    pytest -v tests/gpu/test_transformer_engine.py
+    pytest -v tests/gpu/test_transformer_engine_layers.py
 
 The yardstick is Megatron's own layers in float32. Any bfloat16 forward pass is some distance from it, and the distance
 of Megatron's own in bfloat16 is measured in the same test.
@@ -13,14 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from whole_project import skip_module_without_it
 
-from exgrpo_kernels.reference import Objective
-from exgrpo_megatron.accelerators import installed
-from exgrpo_megatron.config import ClusterConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
-from exgrpo_megatron.types import TrainSequence
+skip_module_without_it()
+
+import numpy as np  # noqa: E402
+
+from exgrpo_kernels.reference import Objective  # noqa: E402
+from exgrpo_megatron.accelerators import installed  # noqa: E402
+from exgrpo_megatron.config import ClusterConfig, OptimizerConfig, PolicyConfig, SchedulerConfig  # noqa: E402
+from exgrpo_megatron.types import TrainSequence  # noqa: E402
 
 
 def obstacle() -> str | None:

@@ -1,0 +1,110 @@
+"""What one process keeps of the buffer: the store of its questions' answers, caps a question, damage, compaction."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from exgrpo_megatron.config import ExperienceConfig
+from exgrpo_megatron.experience.answers import SEGMENT_BYTES, AnswerStore, DamagedAnswer, SegmentFolder
+from exgrpo_megatron.experience.changes import Kept
+from exgrpo_megatron.experience.compaction import Compactor
+from exgrpo_megatron.experience.eviction import evict_of_question
+from exgrpo_megatron.experience.ids import IdTable
+from exgrpo_megatron.experience.quarantine import set_aside
+from exgrpo_megatron.types import StoredAnswer
+
+logger = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Knows questions by their rows in the table of ids. Nothing here is collective."""
+
+    def __init__(self, config: ExperienceConfig, folder: Path | None, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._config = config
+        self._segment_bytes = segment_bytes
+        self._folder = SegmentFolder(folder)
+        left_over = self._folder.left_over()
+        for path in left_over:
+            path.unlink()
+        if left_over:
+            logger.warning(
+                "%s: %d files with answers of a run that was killed are deleted: a run goes on from a checkpoint",
+                folder, len(left_over),
+            )  # fmt: skip
+        self.store = self.another()
+        self._compactor = Compactor(self.store, segment_bytes)
+
+    def another(self) -> AnswerStore:
+        """An empty store in the same place, to be filled from files before `become` takes it."""
+        return AnswerStore(self._folder, self._segment_bytes)
+
+    def become(self, store: AnswerStore) -> None:
+        """Keep what `store` has, and nothing else."""
+        self._compactor.wait()
+        self.store.close()
+        self.store = store
+        self._compactor = Compactor(store, self._segment_bytes)
+
+    def keep(self, row: int, question_id: str, answers: Sequence[StoredAnswer], serial: int) -> Kept:
+        """Store new answers, whose serials begin with `serial`, and hold the question to its cap."""
+        store, before = self.store, self.store.num_bytes
+        stored = sum(store.add(row, question_id, serial + i, answer) for i, answer in enumerate(answers))
+        freed = evict_of_question(store, row, self._config.max_answers_per_question, self._config.eviction)
+        return Kept(
+            stored=stored,
+            duplicates=len(answers) - stored,
+            num_answers=len(store.slots(row)),
+            num_bytes=store.num_bytes - before,
+            evicted=freed.answers,
+        )
+
+    def forget(self, row: int) -> Kept:
+        """Drop the question's answers."""
+        _, length = self.store.forget(row)
+        return Kept(stored=0, duplicates=0, num_answers=0, num_bytes=-length)
+
+    def drop(self, row: int, serial: int) -> None:
+        """Drop one answer of a question."""
+        store = self.store
+        (slot,) = (slot for slot in store.slots(row) if int(store.column("serial")[slot]) == serial)
+        store.remove(slot)
+
+    def tidy(self) -> None:
+        """At the end of a step: everything onto the disk, and on with compaction; raises CheckpointError."""
+        self.store.flush()
+        self._compactor.step()
+
+    def damage(self, rows: Sequence[int], ids: IdTable) -> Counter[str]:
+        """Check the records of the questions; returns what each question has lost, if segments had to be set aside.
+
+        Raises:
+            DamagedAnswer: a record is damaged, and `experience.on_corruption` is `refuse`.
+        """
+        lost: Counter[str] = Counter()
+        for number in self._damaged_segments(rows):
+            self._compactor.wait()
+            self.store.seal()
+            if number in self.store.segments:
+                lost += set_aside(self.store, number, ids)
+        return lost
+
+    def close(self) -> None:
+        """Delete the files, all of them but those that were set aside."""
+        self._compactor.wait()
+        self.store.close()
+        self._folder.remove_empty()
+
+    def _damaged_segments(self, rows: Sequence[int]) -> list[int]:
+        """Where the questions have a damaged record."""
+        found = set()
+        for slot in (slot for row in rows for slot in self.store.slots(row)):
+            try:
+                self.store.record(slot)
+            except DamagedAnswer as error:
+                if self._config.on_corruption == "refuse":
+                    raise
+                found.add(error.segment)
+        return sorted(found)

@@ -1,0 +1,138 @@
+"""What a buffer consists of on one process, and the changes to it that all processes make alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from exgrpo_megatron.comm import Communicator, all_gather_concat
+from exgrpo_megatron.config import ExperienceConfig
+from exgrpo_megatron.experience.changes import Change, Kept
+from exgrpo_megatron.experience.eviction import Candidate, candidates, first_to_go
+from exgrpo_megatron.experience.files import Row, Summary
+from exgrpo_megatron.experience.index import QuestionIndex
+from exgrpo_megatron.experience.keeper import Keeper
+from exgrpo_megatron.experience.partition import shard_of
+from exgrpo_megatron.experience.reports import MergeReport, RecordReport
+from exgrpo_megatron.experience.restore import Owner
+from exgrpo_megatron.types import StoredAnswer
+
+
+class BufferState:
+    """The index and the counters, the same on every process, and the answers, which are not."""
+
+    def __init__(self, config: ExperienceConfig, group_size: int, comm: Communicator, keeper: Keeper) -> None:
+        self.config, self.group_size, self.comm, self.keeper = config, group_size, comm, keeper
+        self.owner = Owner(comm.rank, comm.size, keeps=comm.member == 0)
+        self.index = QuestionIndex(group_size)
+        self.num_bytes = 0
+        self.next_serial = 0
+        self.num_damaged = 0
+
+    def take_serials(self, counts: Sequence[int]) -> list[int]:
+        """The first serial of each of several lots of answers."""
+        firsts = list(accumulate(counts, initial=self.next_serial))
+        self.next_serial = firsts.pop()
+        return firsts
+
+    def own(self, question_id: str) -> tuple[StoredAnswer, ...]:
+        """The answers of a question that this process owns."""
+        return self.keeper.store.get(self.index.row(question_id))
+
+    def keep(self, question_id: str, answers: Sequence[StoredAnswer], serial: int) -> Kept:
+        """The owner's part of new answers, whose serials begin with `serial`."""
+        return self.keeper.keep(self.index.row(question_id), question_id, answers, serial)
+
+    def forget(self, question_id: str) -> Kept:
+        """The owner's part of a question that goes."""
+        return self.keeper.forget(self.index.row(question_id))
+
+    def apply(self, change: Change, kept: Kept, report: RecordReport) -> None:
+        """Everybody's part of a change, when its owner has done his."""
+        report.stored += kept.stored
+        report.duplicates += kept.duplicates
+        report.evicted_of_question += kept.evicted
+        self.num_bytes += kept.num_bytes
+        if change.solved:
+            self.index.retire(change.question_id)
+            if change.question_id in self.index:
+                self.index.remove(change.question_id)
+        elif kept.num_answers:
+            self.index.put(change.question_id, change.bucket, kept.num_answers)
+
+    def enter(self, question_id: str, bucket: int, num_answers: int, kept: Kept | None, report: MergeReport) -> None:
+        """Everybody's part of a question of another run, which had so many answers; `kept` is None where it is retired
+        here."""
+        if kept is None:
+            report.retired += num_answers
+            return
+        known = question_id in self.index
+        if kept.num_answers:
+            self.index.put(question_id, self.index.bucket(question_id) if known else bucket, kept.num_answers)
+        report.questions += not known and kept.num_answers > 0
+        report.answers += kept.stored
+        report.duplicates += kept.duplicates
+        report.evicted += kept.evicted
+        self.num_bytes += kept.num_bytes
+
+    def hold_caps(self) -> tuple[int, int]:
+        """Evict what is beyond `experience.max_answers`, then beyond `experience.max_bytes`; how many for each.
+        Collective."""
+        max_answers, max_bytes = self.config.max_answers, self.config.max_bytes
+        for_answers = for_bytes = 0
+        if max_answers is not None and self.index.total_answers > max_answers:
+            for_answers = self._evict(self.index.total_answers - max_answers, 0)
+        if max_bytes is not None and self.num_bytes > max_bytes:
+            for_bytes = self._evict(0, self.num_bytes - max_bytes)
+        return for_answers, for_bytes
+
+    def lose(self, lost: Mapping[str, int]) -> None:
+        """Everybody's part of answers that their owners found damaged."""
+        for question_id in sorted(lost):
+            self._forget_some(question_id, lost[question_id])
+            self.num_damaged += lost[question_id]
+
+    def count_bytes(self) -> None:
+        """Collective."""
+        self.num_bytes = sum(self.comm.all_gather(self.keeper.store.num_bytes))
+
+    def rows(self) -> Iterator[Row]:
+        """Of what this process keeps, shard by shard, so that another number of ranks can pass over what is not its."""
+        places = ((shard_of(name), bucket, name) for name, bucket in self.index.items() if self.owner.owns(name))
+        for _, bucket, name in sorted(places, key=lambda place: place[0]):
+            for answer_index, answer in enumerate(self.own(name)):
+                yield Row(name, bucket, self.index.position(name), answer_index, answer)
+
+    def summary(self) -> Summary:
+        return Summary(
+            group_size=self.group_size,
+            num_questions=len(self.index),
+            num_answers=self.index.total_answers,
+            retired=tuple(sorted(self.index.retired())),
+            num_damaged=self.num_damaged,
+            next_serial=self.next_serial,
+        )
+
+    def _evict(self, answers: int, length: int) -> int:
+        """So many answers, or so many bytes, whoever keeps them; returns the number of answers."""
+        store = self.keeper.store
+        proposed = all_gather_concat(
+            self.comm, candidates(store, self.index.ids, self.config.eviction, answers, length)
+        )
+        going = first_to_go(proposed, answers, length)
+        for candidate in going:
+            self._drop(candidate)
+        return len(going)
+
+    def _drop(self, candidate: Candidate) -> None:
+        if self.owner.owns(candidate.question_id):
+            self.keeper.drop(self.index.row(candidate.question_id), candidate.serial)
+        self.num_bytes -= candidate.length
+        self._forget_some(candidate.question_id, 1)
+
+    def _forget_some(self, question_id: str, count: int) -> None:
+        left = self.index.num_answers(question_id) - count
+        if left:
+            self.index.put(question_id, self.index.bucket(question_id), left)
+        else:
+            self.index.remove(question_id)
