@@ -43,10 +43,10 @@ def check_and_report(first: Path, second: Path, *, config: Path | None, unpickle
     with _opened(first, config, unpickle) as mine, _opened(second, config, unpickle) as its:
         try:
             found = _compare(mine, its)
-        except ModelFolderError as error:
+        except (ModelFolderError, OSError) as error:
             raise CheckpointError(f"cannot compare {first} with {second}: {error}") from error
         if as_json:
-            sys.stdout.write(json.dumps(found.as_json(), indent=1) + "\n")
+            sys.stdout.write(json.dumps(found.as_json(), indent=1, allow_nan=False) + "\n")
         else:
             _print(found, mine, its)
     return found.same
@@ -57,7 +57,7 @@ def _opened(path: Path, config: Path | None, unpickle: bool) -> Source:
     try:
         needs_config = detect(path).format not in ("hf", "hf_bin")
         return open_source(path, config=config if needs_config else None, unpickle=unpickle)
-    except (ModelFolderError, UnsupportedModelError) as error:
+    except (ModelFolderError, UnsupportedModelError, OSError) as error:
         raise CheckpointError(f"{path} cannot be compared: {error}") from error
 
 

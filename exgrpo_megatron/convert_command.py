@@ -59,7 +59,7 @@ def convert_and_report(path: Path, target: Target, *, config: Path | None, unpic
             check_destination(source, target)
             summary = _convert(source, target, console)
             lines = _lines(source, target, summary)
-    except (ModelFolderError, UnsupportedModelError) as error:
+    except (ModelFolderError, UnsupportedModelError, OSError) as error:
         raise CheckpointError(f"{path} cannot be converted: {error}") from error
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

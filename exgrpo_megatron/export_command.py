@@ -131,7 +131,7 @@ def _export(request: ExportRequest, found: _Found) -> Path:
                 )
                 policy_dir = found.checkpoint / "policy" if request.verify == ExportCheck.logits else None
                 report = export_checkpoint(source, found.out, options, policy_dir)
-        except (ModelFolderError, UnsupportedModelError) as error:
+        except (ModelFolderError, UnsupportedModelError, OSError) as error:
             raise CheckpointError(f"cannot export {found.checkpoint}: {error}") from error
     Console().print(
         f"{found.checkpoint} exported to {found.out} and checked: {report.describe()}",

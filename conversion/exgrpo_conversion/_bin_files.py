@@ -72,9 +72,19 @@ def load_tensors(path: Path) -> dict[str, SavedTensor]:
     Raises:
         ModelFolderError: it is missing, damaged, or not a dictionary of plain tensors.
     """
-    archive = TorchArchive(file_inside(path.parent, path.name))
+    with file_inside(path.parent, path.name).open("rb") as file:
+        if file.read(1) == _PICKLE:
+            raise ModelFolderError(
+                f"{path} has the format of torch before 1.6, which is not read: load it with torch.load(weights_only="
+                "True) and save it again"
+            )
+    archive = TorchArchive(path)
     content = archive.content(TENSOR_NAMES)
     items = content.items if isinstance(content, Record) and content.name == "collections.OrderedDict" else content
     if not isinstance(items, dict) or not all(isinstance(name, str) for name in items):
         raise ModelFolderError(f"{path} is no dictionary of tensors")
     return {name: archive.tensor(tensor) for name, tensor in items.items()}
+
+
+_PICKLE = b"\x80"
+"""Begins a pickle; an archive begins otherwise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -57,7 +58,7 @@ class Comparison:
         return not self.faults
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as values that JSON has."""
+        """Everything, as values that JSON has; a tensor's value that is no number is "nan", "inf" or "-inf"."""
         return {
             "same": self.same,
             "tensors": [_tensor_json(finding) for finding in self.tensors],
@@ -156,6 +157,11 @@ def _tensor_json(finding: TensorFinding) -> dict[str, Any]:
         "name": finding.name,
         "verdict": finding.verdict,
         **stored,
-        "difference": None if finding.difference is None else asdict(finding.difference),
+        "difference": None if finding.difference is None else _difference_json(finding.difference),
         "hint": finding.hint,
     }
+
+
+def _difference_json(difference: Difference) -> dict[str, Any]:
+    values = {side: getattr(difference, side) for side in ("first", "second")}
+    return asdict(difference) | {side: value if math.isfinite(value) else str(value) for side, value in values.items()}

@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model folder.
 
     Raises:
-        ModelFolderError: it is missing, a link out of its folder, larger than `MAX_JSON_BYTES`, or no JSON object.
+        ModelFolderError: it is missing, a link to something else, larger than `MAX_JSON_BYTES`, or no JSON object.
     """
     try:
         path = file_inside(path.parent, path.name)

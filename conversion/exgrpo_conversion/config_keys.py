@@ -20,6 +20,7 @@ ONLY: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1,
+    "use_sliding_window": False,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
     "pruned_heads": {},
@@ -39,11 +40,16 @@ _HARMLESS: Mapping[str, tuple[str, ...]] = {
     "says how a call runs and what it returns, not what it computes": (
         "use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
         "chunk_size_feed_forward", "gradient_checkpointing", "attn_implementation", "_attn_implementation",
-        "_attn_implementation_autoset", "_flash_attn_2_enabled", "experts_implementation",
+        "_attn_implementation_autoset", "_flash_attn_2_enabled", "use_flash_attention_2", "use_flash_attn",
+        "experts_implementation", "tf_legacy_loss",
     ),
     "says where the file comes from": (
         "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "transformers.js_config",
         "unsloth_version", "unsloth_fixed",
+    ),
+    "how the training run that made the model cut its matrices: the product is the same": ("pretraining_tp",),
+    "a length that tokenizers and data were cut to; positions go by max_position_embeddings": (
+        "max_sequence_length", "model_max_length", "tokenizer_model_max_length",
     ),
     "is of classifiers and encoder-decoders": (
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",

@@ -14,6 +14,7 @@ from exgrpo_conversion._common_file import read_common
 from exgrpo_conversion.claims import Claims
 from exgrpo_conversion.config_file import CONFIG_FILE, read_json
 from exgrpo_conversion.errors import ModelFolderError
+from exgrpo_conversion.run_checkpoint import run_claims
 from exgrpo_conversion.torch_dist import COMMON_FILE
 
 HF_FOLDER = "hf"
@@ -24,11 +25,15 @@ _MAX_TEXT_BYTES = 2 * 2**20
 
 
 def common_claims(folder: Path) -> Claims:
-    """The arguments of Megatron-LM in a distributed checkpoint; none in those of other programs."""
+    """The arguments of Megatron-LM in a distributed checkpoint, or what a run of this program says of its model; none
+    in those of other programs."""
     path = folder / COMMON_FILE
     if not path.exists():
         return Claims(str(path), {})
-    return Claims(str(path), getattr(read_common(path).get("args"), "__dict__", {}))
+    common = read_common(path)
+    if "args" not in common and "about" in common:
+        return run_claims(folder)
+    return Claims(str(path), getattr(common.get("args"), "__dict__", {}))
 
 
 def bridge_claims(folder: Path) -> Claims:

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from exgrpo_conversion._shards import INDEX_FILE, SINGLE_FILE
 from exgrpo_conversion.architecture import Architecture, padded_vocab_size
 from exgrpo_conversion.config_file import CONFIG_FILE
 from exgrpo_conversion.contexts import HF_FOLDER
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.file_checks import check_space
-from exgrpo_conversion.hf_folder import write_hf_folder
+from exgrpo_conversion.hf_folder import is_written_file, write_hf_folder
 from exgrpo_conversion.mapping import check_tensor_parallel, manifest
 from exgrpo_conversion.megatron_folders import RELEASE, MegatronTarget, write_nemo, write_torch_dist
 from exgrpo_conversion.source import Source
@@ -109,8 +110,9 @@ def check_destination(source: Source, target: Target) -> None:
     names = {path.name for path in folder.iterdir()}
     if not names:
         return
-    if not _is_replaceable(target.format, names):
-        listed = ", ".join(sorted(names)[:3])
+    if not _is_replaceable(target.format, folder, names):
+        strange = [name for name in names if not is_written_file(name)] or names
+        listed = ", ".join(sorted(strange)[:3])
         raise ModelFolderError(
             f"{target.folder} is not empty and no checkpoint converted to this format (it has {listed}): it is never "
             "replaced; choose another folder"
@@ -119,11 +121,14 @@ def check_destination(source: Source, target: Target) -> None:
         raise ModelFolderError(f"{target.folder} exists: choose another folder, or allow to replace it (--overwrite)")
 
 
-def _is_replaceable(target_format: str, names: set[str]) -> bool:
-    """Whether a folder with these entries may be an earlier conversion to this format."""
+def _is_replaceable(target_format: str, folder: Path, names: set[str]) -> bool:
+    """Whether a folder with these entries may be an earlier conversion to this format, and nothing else."""
     if target_format == "hf":
-        return CONFIG_FILE in names
-    return names <= ({"weights", "context"} if target_format == "nemo2" else {TRACKER_FILE, RELEASE, HF_FOLDER})
+        is_model = CONFIG_FILE in names and names & {SINGLE_FILE, INDEX_FILE}
+        return bool(is_model) and all(map(is_written_file, names)) and all(path.is_file() for path in folder.iterdir())
+    if target_format == "nemo2":  # NeMo's own have its objects in context/
+        return names == {"weights", "context"} and {path.name for path in folder.glob("context/*")} == {HF_FOLDER}
+    return names == {TRACKER_FILE, RELEASE, HF_FOLDER}
 
 
 def _only_dtype(source: Source) -> torch.dtype:
@@ -164,6 +169,7 @@ def _write_hf(
         source_dir=source.config_folder,
         dtype=dtype,
         max_shard_bytes=target.max_shard_bytes,
+        replace=target.overwrite,
     )
 
 
@@ -177,5 +183,6 @@ def _megatron_target(
         vocab_divisible_by=target.vocab_divisible_by,
         tensor_parallel=target.tensor_parallel,
         max_file_bytes=target.max_shard_bytes,
+        replace=target.overwrite,
         progress=progress,
     )

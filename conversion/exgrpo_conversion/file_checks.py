@@ -11,11 +11,13 @@ from exgrpo_conversion.errors import ModelFolderError
 def file_inside(folder: Path, name: object, says: str = "") -> Path:
     """The regular file `name` of `folder`, which cannot lead out of it.
 
-    A link may point elsewhere in the folder, or, as in the cache of the Hugging Face hub, from `snapshots/REVISION` to
-    the `blobs` beside them. `says` begins messages about the name: who asks for the file.
+    A link may point elsewhere in the folder; to a file of the same name anywhere, as in a folder made of links to a
+    model on another disk; or to the `blobs` of a model in the cache of the Hugging Face hub. Files that are worth
+    stealing have other names. `says` begins messages about the name: who asks for the file.
 
     Raises:
-        ModelFolderError: the name has a path in it, the file is missing, is none, or is a link that leaves the folder.
+        ModelFolderError: the name has a path in it, the file is missing, is none, or is a link out of the folder to
+            something else.
     """
     said = f"{says} in {name!r:.200}: " if says else ""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
@@ -27,9 +29,9 @@ def file_inside(folder: Path, name: object, says: str = "") -> Path:
         raise ModelFolderError(f"{said}{path} is missing: the folder is incomplete") from None
     except (OSError, RuntimeError) as error:
         raise ModelFolderError(f"{said}{path} cannot be followed: {error}") from None
-    if not target.is_relative_to(_real_home(folder)):
+    if not (target.is_relative_to(folder.resolve()) or target.name == name or _is_blob(target)):
         raise ModelFolderError(
-            f"{said}{path} is a link out of the folder, to {target}: copy the file, or give the folder it is in"
+            f"{said}{path} is a link out of the folder, to {target}: copy the file, or link to one named {name}"
         )
     if not target.is_file():
         raise ModelFolderError(f"{said}{path} is no regular file")
@@ -52,8 +54,6 @@ def check_space(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _real_home(folder: Path) -> Path:
-    """Where the files of a folder may lie: in itself, or in the hub's cache of this model."""
-    real = folder.resolve()
-    is_snapshot = real.parent.name == "snapshots" and (real.parent.parent / "blobs").is_dir()
-    return real.parent.parent if is_snapshot else real
+def _is_blob(target: Path) -> bool:
+    """Whether this is a file of a model in a hub's cache, which are named by their digests."""
+    return target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()

@@ -6,17 +6,18 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exgrpo_conversion._aside import swap_in, temporary_sibling
 from exgrpo_conversion._mapped import as_values, map_part
 from exgrpo_conversion._safetensors import Entry, read_header
 from exgrpo_conversion._shards import INDEX_FILE, SINGLE_FILE, ShardWriter, sync
 from exgrpo_conversion.architecture import Architecture
+from exgrpo_conversion.aside import swap_in, temporary_sibling
 from exgrpo_conversion.config_file import CONFIG_FILE, read_config, read_json
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.file_checks import file_inside
@@ -147,6 +148,7 @@ def write_hf_folder(
     tokenizer_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    replace: bool = True,
 ) -> list[str]:
     """Stream weights into a complete Hugging Face folder at `dst`; on any failure `dst` is as it was before.
 
@@ -157,6 +159,7 @@ def write_hf_folder(
     Args:
         weights: Hugging Face names and tensors, each name of the manifest once, in any order, on any device.
         dtype: convert to this floating dtype; None keeps the tensors' own, which must then be one and the same.
+        replace: whether a model folder that is at `dst` in the end may be replaced.
 
     Returns:
         The file names written, sorted.
@@ -182,7 +185,7 @@ def write_hf_folder(
             sync(path)
         sync(folder)
         files = sorted(path.name for path in folder.iterdir())
-        swap_in(folder, dst)
+        swap_in(folder, dst, replace=replace)
     return files
 
 
@@ -248,6 +251,12 @@ def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | 
     are any."""
     _copy(_SETTINGS, source_dir, folder)
     _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
+
+
+def is_written_file(name: str) -> bool:
+    """Whether a file of this name can be of a folder that `write_hf_folder` or an export made."""
+    patterns = (CONFIG_FILE, *_SETTINGS, *_TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors")
+    return name == "README.md" or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def tokenizer_files(folder: Path) -> list[str]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from exgrpo_conversion._aside import swap_in, temporary_sibling
 from exgrpo_conversion._shards import sync
 from exgrpo_conversion.architecture import Architecture
+from exgrpo_conversion.aside import swap_in, temporary_sibling
 from exgrpo_conversion.contexts import HF_FOLDER
 from exgrpo_conversion.hf_folder import copy_side_files, write_config
 from exgrpo_conversion.mapping import EMBEDDING, OUTPUT_LAYER, hf_names, megatron_names, megatron_pieces
@@ -35,6 +35,8 @@ class MegatronTarget:
     vocab_divisible_by: int
     tensor_parallel: int
     max_file_bytes: int
+    replace: bool
+    """Whether an earlier conversion that is there in the end may be replaced."""
     progress: Callable[[int], object]
     """Called with the bytes of the source's tensors that are done."""
 
@@ -51,7 +53,7 @@ def write_torch_dist(source: Source, target: MegatronTarget) -> None:
         _write_weights(source, aside / RELEASE, target, "", common)
         _write_config(source, aside / HF_FOLDER, target.dtype)
         (aside / TRACKER_FILE).write_text(RELEASE, encoding="utf-8")
-        _publish(aside, target.folder)
+        _publish(aside, target)
 
 
 def write_nemo(source: Source, target: MegatronTarget) -> None:
@@ -61,7 +63,7 @@ def write_nemo(source: Source, target: MegatronTarget) -> None:
         (aside / "context").mkdir()
         _write_weights(source, aside / "weights", target, "module.", {})
         _write_config(source, aside / "context" / HF_FOLDER, target.dtype)
-        _publish(aside, target.folder)
+        _publish(aside, target)
 
 
 def _write_weights(source: Source, folder: Path, target: MegatronTarget, prefix: str, common: dict[str, Any]) -> None:
@@ -85,10 +87,10 @@ def _write_config(source: Source, folder: Path, dtype: torch.dtype) -> None:
     write_config(folder, source.config, dtype)
 
 
-def _publish(aside: Path, folder: Path) -> None:
+def _publish(aside: Path, target: MegatronTarget) -> None:
     for path in (*aside.rglob("*"), aside):
         sync(path)
-    swap_in(aside, folder)
+    swap_in(aside, target.folder, replace=target.replace)
 
 
 def _arguments(arch: Architecture, target: MegatronTarget) -> Namespace:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from exgrpo_conversion.aside import swap_in, temporary_sibling
 from exgrpo_conversion.hf_folder import CONFIG_FILE, sync
 from exgrpo_megatron.errors import CheckpointError
 
 
 @contextmanager
 def unverified(dst: Path, source_dir: Path) -> Iterator[Path]:
-    """A name for the new folder beside `dst`, in a hidden one that is removed at the end."""
+    """A name for the new folder beside `dst`, in a hidden one that is removed at the end; what killed exports left of
+    theirs is removed too."""
     if source_dir.resolve().is_relative_to(dst.resolve()):
         raise CheckpointError(f"it would replace the source model {source_dir}: choose another folder")
     if dst.exists() and (not dst.is_dir() or (any(dst.iterdir()) and not (dst / CONFIG_FILE).exists())):
         raise CheckpointError(f"something is there already that is no model folder ({CONFIG_FILE} is missing)")
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.", suffix=".unverified") as aside:
-        yield Path(aside) / dst.name
+    with temporary_sibling(dst, "unverified") as aside:
+        yield aside / dst.name
 
 
 def put_in_place(candidate: Path, dst: Path) -> None:
@@ -33,13 +32,4 @@ def put_in_place(candidate: Path, dst: Path) -> None:
     for path in candidate.iterdir():
         sync(path)
     sync(candidate)
-    replaced = candidate.with_name("replaced")
-    if dst.exists():
-        os.rename(dst, replaced)
-    try:
-        os.rename(candidate, dst)
-    except OSError:
-        if replaced.exists():
-            os.rename(replaced, dst)
-        raise
-    sync(dst.parent)
+    swap_in(candidate, dst, replace=True)

@@ -6,8 +6,5 @@ LLAMA = Family(
     model_type="llama",
     layer=DENSE_LAYER,
     only={"rope_interleaved": False},
-    harmless={
-        "pretraining_tp": "how the training run that made the model cut its matrices: the product is the same",
-        "is_llama_config": "a mark of the tool that wrote the file",
-    },
+    harmless={"is_llama_config": "a mark of the tool that wrote the file"},
 )

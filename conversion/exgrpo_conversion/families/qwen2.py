@@ -6,7 +6,7 @@ QWEN2 = Family(
     model_type="qwen2",
     layer={**DENSE_LAYER, **QKV_BIAS},
     absent={"num_key_value_heads": 32},
-    only={"use_sliding_window": False, "use_mrope": False},
+    only={"use_mrope": False},
     harmless={
         "sliding_window": "use_sliding_window is false",
         "max_window_layers": "use_sliding_window is false",

@@ -60,6 +60,7 @@ def test_options_reach_the_files(exgrpo, trained):
         (("run/hf", "out", "--to", "torch_dist", "--tensor-parallel", 3), ("num_key_value_heads",)),
         (("run/hf", "out", "--config", "run/hf"), ("has its own config",)),
         (("run/checkpoints/step_000002/policy", "out"), ("does not hold the config.json", "--config")),
+        (("run/hf", "run/hf/config.json/out"), ("run/hf cannot be converted", "config.json")),
         (("ranks", "out", "--config", "run/hf"), ("pickles that can run code", "--unpickle")),
     ],
 )
@@ -72,10 +73,11 @@ def test_what_cannot_be_converted_is_refused_in_one_line(args, texts, exgrpo, tr
     assert not (trained / "out").exists()
 
 
-def test_a_run_of_another_model_than_the_config_is_refused(exgrpo, trained):
+@pytest.mark.parametrize("src", ["run", "run/checkpoints/step_000002/policy"])
+def test_a_run_of_another_model_than_the_config_is_refused(src, exgrpo, trained):
     shutil.copytree(trained / "run" / "model", trained / "other")
     config = trained / "other" / "config.json"
     config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     before = contents(trained)
-    result = exgrpo("convert", "run", "out", "--config", "other")
+    result = exgrpo("convert", src, "out", "--config", "other")
     assert_refused(result, before, "of another model than other", "share_embeddings_and_output_weights = True")

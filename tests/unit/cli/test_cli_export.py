@@ -28,6 +28,9 @@ def equal(one, other):
 
 
 def test_the_newest_checkpoint_is_exported_as_the_run_does_at_its_end(exgrpo, trained):
+    left = trained / "run" / ".hf-step_000002.0123abcd.unverified" / "hf-step_000002"  # by an export that was killed
+    left.mkdir(parents=True)
+    (left / "model.safetensors").touch()
     result = exgrpo("export", "run")
     assert result.code == 0, result.err
     found = re.search(r"log-probs within (\S+) of those of the checkpoint in Megatron-Core", result.out)

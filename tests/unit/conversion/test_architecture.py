@@ -259,6 +259,19 @@ PUBLISHED = {
         initializer_range=0.02, sliding_window=None, torch_dtype="bfloat16", transformers_version="4.42.0.dev0",
         use_cache=True,
     ),
+    "Mistral-Nemo-Base-2407": config(
+        "mistral", architectures=["MistralForCausalLM"], attention_dropout=0.0, bos_token_id=1, eos_token_id=2,
+        head_dim=128, initializer_range=0.02, sliding_window=None, torch_dtype="bfloat16", use_cache=True,
+    ),
+    # A Llama of 2023, and what tools that go through any model leave in a file.
+    "vicuna-7b-v1.3": config(
+        "llama", architectures=["LlamaForCausalLM"], max_sequence_length=2048, pad_token_id=0, use_cache=True,
+        tf_legacy_loss=False, initializer_range=0.02,
+    ),
+    "a llama made from a Qwen2": config(
+        "llama", use_sliding_window=False, sliding_window=None, use_flash_attention_2=True, model_max_length=4096,
+    ),
+    "a mistral made from a llama": config("mistral", pretraining_tp=1, sliding_window=None),
 }  # fmt: skip
 
 

@@ -252,6 +252,22 @@ def test_models_of_other_sizes_have_missing_and_extra_tensors(
     assert (code, "tensors: 12 equal, 9 extra" in output) == (1, True)
 
 
+def test_values_that_are_no_numbers_are_json_too(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{LAYER}.input_layernorm.weight"][5] = float("nan")
+        tensors[f"{LAYER}.mlp.up_proj.weight"][1, 2] = float("-inf")
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    code, output = check(capsys, models / "megatron", faulty(models, tmp_path, spoil), "--json")
+    found = {it["name"]: it["difference"] for it in json.loads(output, parse_constant=refuse)["tensors"]}
+    assert code == 1
+    norm, up = found[f"{LAYER}.input_layernorm.weight"], found[f"{LAYER}.mlp.up_proj.weight"]
+    assert (norm["second"], norm["where"], norm["max_abs"]) == ("nan", [5], None)
+    assert (up["second"], up["where"], up["max_abs"]) == ("-inf", [1, 2], None)
+
+
 def test_options_for_writing_are_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for option in (["--dtype", "bf16"], ["--to", "hf"], ["--overwrite"]):
         code, output = check(capsys, models / "hf", models / "megatron", *option)

@@ -255,6 +255,29 @@ def test_a_folder_with_other_things_is_never_replaced(to: str, model: Path, tmp_
         converted(model, to, tmp_path / "file", overwrite=True)
 
 
+@pytest.mark.parametrize("strange", [".git/HEAD", "LICENSE", "checkpoint-100/model.safetensors", "vocab.d/file"])
+def test_a_model_folder_with_more_than_a_conversion_has_is_never_replaced(
+    strange: str, model: Path, tmp_path: Path
+) -> None:
+    """A clone, a folder of somebody's training, a project that has a config.json."""
+    converted(model, "hf", tmp_path / "out")
+    (tmp_path / "out" / strange).parent.mkdir(exist_ok=True)
+    (tmp_path / "out" / strange).touch()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.json").write_text("{}")
+    for name in ("out", "project"):
+        with pytest.raises(ModelFolderError, match="never replaced"):
+            converted(model, "hf", tmp_path / name, overwrite=True)
+    assert (tmp_path / "out" / strange).exists()
+
+
+def test_a_checkpoint_of_nemo_itself_is_never_replaced(model: Path, tmp_path: Path) -> None:
+    converted(model, "nemo2", tmp_path / "out")
+    (tmp_path / "out" / "context" / "io.json").write_text("{}")
+    with pytest.raises(ModelFolderError, match="never replaced"):
+        converted(model, "nemo2", tmp_path / "out", overwrite=True)
+
+
 @pytest.mark.parametrize("dst", [".", "checkpoint", "checkpoint/release"])
 def test_what_is_read_is_never_replaced(dst: str, model: Path, tmp_path: Path) -> None:
     converted(model, "torch_dist", tmp_path / "checkpoint")

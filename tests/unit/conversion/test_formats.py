@@ -322,6 +322,14 @@ def test_ranks_that_disagree_about_what_they_share_are_refused(model: Path, tmp_
             source.read("model.norm.weight")
 
 
+def test_a_bin_file_of_torch_before_archives_is_named(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors"))
+    path = tmp_path / "old" / "pytorch_model.bin"
+    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ModelFolderError, match=r"pytorch_model\.bin has the format of torch before 1\.6"):
+        open_source(tmp_path / "old")
+
+
 def test_a_bin_index_is_believed_as_little_as_another(model: Path, tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     shutil.copy(model / "config.json", tmp_path)

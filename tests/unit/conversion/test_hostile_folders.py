@@ -156,6 +156,26 @@ def test_the_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path):
         assert torch.equal(source.read(NORM), tensors_of(MODEL)[NORM])
 
 
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+def test_a_folder_of_links_to_a_model_on_another_disk_is_read(shards: str, tmp_path: Path):
+    """And one of links into a cache of the hub, whose files have other names."""
+    MODEL.save_pretrained(tmp_path / "disk", max_shard_size=shards)
+    blobs = tmp_path / "models--some--model" / "blobs"
+    links, of_links = tmp_path / "links", tmp_path / "of_links"
+    for folder in (blobs, blobs.parent / "snapshots" / "0a1b", links, of_links):
+        folder.mkdir(parents=True)
+    for path in (tmp_path / "disk").iterdir():
+        (links / path.name).symlink_to(path)
+        shutil.copy(path, blobs / f"{path.name}-digest")
+        (of_links / path.name).symlink_to(blobs / f"{path.name}-digest")
+    for folder in (links, of_links):
+        with open_source(folder) as source:
+            convert(source, Target("hf", tmp_path / f"{folder.name}-out"), lambda _: None)
+        assert not any(path.is_symlink() for path in (tmp_path / f"{folder.name}-out").iterdir())
+        with open_source(tmp_path / "disk") as mine, open_source(tmp_path / f"{folder.name}-out") as its:
+            assert compare(mine, its).same
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "a\\b", "a\0b", 5, None, ["a"]])
 def test_only_plain_names_are_files_of_a_folder(name: object, tmp_path: Path):
     with pytest.raises(ModelFolderError, match="only files in the folder itself"):
@@ -232,6 +252,35 @@ def killed(dst: Path, source: Path, to: str, before: int) -> bool:
 
 
 _EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfile"}
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "nemo2"])
+def test_of_two_conversions_to_one_place_the_second_replaces_the_first_only_with_leave(
+    to: str, folder: Path, tmp_path: Path
+):
+    """The other one begins and ends while this one is at its last tensor."""
+    dst = tmp_path / "made" / "dst"
+
+    def convert_with_another(overwrite: bool) -> None:
+        def meanwhile(_: int) -> None:
+            if not dst.exists():
+                with open_source(folder) as again:
+                    convert(again, Target(to, dst, torch.float16), lambda _: None)
+
+        with open_source(folder) as source:
+            convert(source, Target(to, dst, torch.bfloat16, overwrite=overwrite), meanwhile)
+
+    with pytest.raises(ModelFolderError, match="was made meanwhile by another process"):
+        convert_with_another(overwrite=False)
+    found = {}
+    for overwrite in (False, True):
+        if overwrite:
+            shutil.rmtree(dst)
+            convert_with_another(overwrite=True)
+        with open_source(dst) as source:
+            found[overwrite] = source.infos()[NORM].dtype
+    assert found == {False: torch.float16, True: torch.bfloat16}
+    assert [path.name for path in dst.parent.iterdir()] == ["dst"]
 
 
 def is_whole(path: Path, model: Path) -> bool:
