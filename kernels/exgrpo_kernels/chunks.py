@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exgrpo_kernels.dispatch import row_kernels
-from exgrpo_kernels.products import add_weight_gradient, for_products, write_hidden_gradient, write_logits
+from exgrpo_kernels.products import (
+    add_weight_gradient,
+    conversion_buffer,
+    for_products,
+    write_hidden_gradient,
+    write_logits,
+)
 from exgrpo_kernels.reference import Objective
 from exgrpo_kernels.torch_kernels import statistics_dtype
 from exgrpo_kernels.types import LossInputs, OutputHead, TokenLoss
@@ -30,6 +36,7 @@ class Chunks:
         # Rows keep the whole width: products on GPUs want them to begin at multiples of 16 bytes.
         shape = min(rows, len(hidden)), len(weight)
         self._scratch = torch.empty(shape, dtype=statistics_dtype(hidden.dtype), device=hidden.device)
+        self.buffer = conversion_buffer(self.weight, self._scratch.dtype)
         self._kernels = row_kernels(self._scratch)
 
     @property
@@ -45,7 +52,7 @@ class Chunks:
         """Overwritten by the next call."""
         hidden = self.hidden[rows]
         logits = self._scratch[: len(hidden), : self.valid]
-        write_logits(logits, hidden, self.weight)
+        write_logits(logits, hidden, self.weight, self.buffer)
         return logits
 
     def statistics(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -92,7 +99,7 @@ class Gradients:
         chunks = self._chunks
         gradient = for_products(gradient, chunks.weight)
         if self._hidden is not None:
-            write_hidden_gradient(self._hidden[rows], gradient, chunks.weight)
+            write_hidden_gradient(self._hidden[rows], gradient, chunks.weight, chunks.buffer)
         if self._weight is not None:
             total = self._weight[: chunks.valid]
             add_weight_gradient(total, gradient, chunks.hidden[rows], first=rows.start == 0)

@@ -16,31 +16,47 @@ from torch import Tensor
 _CONVERTED_ELEMENTS = 1 << 22
 
 
+def conversion_buffer(weight: Float[Tensor, "columns hidden"], dtype: torch.dtype) -> Float[Tensor, " elements"]:
+    """Room for the part of a weight that is converted to `dtype` at a time; empty where none is.
+
+    One for all chunks: what is allocated anew for each leaves holes of its size between the chunks' results.
+    """
+    if weight.is_cuda or weight.dtype == dtype:
+        return weight.new_empty(0, dtype=dtype)
+    return weight.new_empty(min(weight.numel(), max(_CONVERTED_ELEMENTS, weight.shape[1])), dtype=dtype)
+
+
 def write_logits(
-    out: Float[Tensor, "rows columns"], hidden: Float[Tensor, "rows hidden"], weight: Float[Tensor, "columns hidden"]
+    out: Float[Tensor, "rows columns"],
+    hidden: Float[Tensor, "rows hidden"],
+    weight: Float[Tensor, "columns hidden"],
+    buffer: Float[Tensor, " elements"],
 ) -> None:
-    """`hidden @ weight.T`, never rounded below the precision of `out`."""
+    """`hidden @ weight.T`, never rounded below the precision of `out`; `buffer` is the `conversion_buffer`."""
     if weight.dtype == out.dtype == hidden.dtype:
         torch.mm(hidden, weight.t(), out=out)
     elif out.is_cuda:
         torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=out.dtype, out=out)
     else:
         hidden = hidden.to(out.dtype)
-        for columns, part in _converted(weight, out.dtype):
+        for columns, part in _converted(weight, buffer):
             torch.mm(hidden, part.t(), out=out[:, columns])
 
 
 def write_hidden_gradient(
-    out: Float[Tensor, "rows hidden"], gradient: Float[Tensor, "rows columns"], weight: Float[Tensor, "columns hidden"]
+    out: Float[Tensor, "rows hidden"],
+    gradient: Float[Tensor, "rows columns"],
+    weight: Float[Tensor, "columns hidden"],
+    buffer: Float[Tensor, " elements"],
 ) -> None:
-    """`gradient @ weight`; `gradient` is as `for_products` gave it."""
+    """`gradient @ weight`; `gradient` is as `for_products` gave it, and `buffer` the `conversion_buffer`."""
     if gradient.dtype == weight.dtype == out.dtype:
         torch.mm(gradient, weight, out=out)
     elif out.is_cuda:
         out.copy_(gradient @ weight)
     else:
         total = gradient.new_zeros(out.shape)
-        for columns, part in _converted(weight, gradient.dtype):
+        for columns, part in _converted(weight, buffer):
             total.addmm_(gradient[:, columns], part)
         out.copy_(total)
 
@@ -70,9 +86,13 @@ def for_products(
     return gradient.to(weight.dtype) if gradient.is_cuda else gradient
 
 
-def _converted(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _converted(weight: Tensor, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some columns of the weight after the other, converted into the buffer; all at once if they are as it is."""
     columns, hidden = weight.shape
-    step = max(1, _CONVERTED_ELEMENTS // max(1, hidden))
+    if weight.dtype == buffer.dtype:
+        yield slice(0, columns), weight
+        return
+    step = max(1, len(buffer) // max(1, hidden))
     for start in range(0, columns, step):
-        part = slice(start, start + step)
-        yield part, weight[part].to(dtype)
+        given = weight[start : start + step]
+        yield slice(start, start + step), buffer[: given.numel()].view_as(given).copy_(given)

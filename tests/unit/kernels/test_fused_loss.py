@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exgrpo_kernels import fused, torch_kernels
+from exgrpo_kernels import fused, products, torch_kernels
 from exgrpo_kernels.chunk_size import default_chunk_rows
 from exgrpo_kernels.fused import Columns, FusedLoss, LossInputs, Objective, OutputHead
 from exgrpo_kernels.reference import token_terms
@@ -365,6 +365,18 @@ def test_what_is_frozen_gets_no_gradient(frozen: str):
     assert (hidden.grad is None, weight.grad is None) == (frozen == "hidden", frozen == "weight")
     with torch.no_grad():
         assert not fused.token_loss(hidden, OutputHead(weight, 11), inputs, Objective()).loss.requires_grad
+
+
+def test_16_bit_weights_are_converted_in_one_place_however_many_chunks_there_are(monkeypatch: pytest.MonkeyPatch):
+    """A new one for every chunk left holes between the results, and memory grew as the logits of all tokens would."""
+    monkeypatch.setattr(products, "_CONVERTED_ELEMENTS", 40_000)
+    hidden, weight = random_layer(20, 64, 3001, dtype=torch.bfloat16)
+    inputs = in_dtype(random_inputs(20, 3001), torch.float32)
+    head = OutputHead(weight, 3001)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        fused.token_loss(hidden, head, inputs, Objective(), chunk_size=4)
+    sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert sizes.count(4 * 40_000) == 1, "40,000 numbers of float32: 625 of 3001 columns at a time"
 
 
 @pytest.mark.parametrize("of", ["hidden states", "logits"])
