@@ -94,8 +94,12 @@ def _triton_runs(found: Accelerators) -> bool:
 def _loss(policy: PolicyConfig, found: Accelerators) -> str:
     """As `exgrpo_kernels.dispatch` chooses; the reference is torch everywhere."""
     form = "linear" if policy.loss_kernel == "auto" else policy.loss_kernel
-    in_triton = form != "reference" and _triton_runs(found)
-    return f"exgrpo_kernels, {form} form, in {'Triton' if in_triton else 'torch'}"
+    if form == "reference":
+        return "exgrpo_kernels, reference form, in torch"
+    if _triton_runs(found):
+        return f"exgrpo_kernels, {form} form, in Triton"
+    obstacle = "no GPU for Triton" if found.gpu is None else found.triton.describe()
+    return f"exgrpo_kernels, {form} form, in torch ({obstacle})"
 
 
 def _no_transformer_engine(found: Accelerators) -> str | None:

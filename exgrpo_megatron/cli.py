@@ -341,11 +341,12 @@ def export(
         Path | None,
         typer.Option(help="Folder of the base model. Default: policy.model_name", show_default=False),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that stands at --out.")] = False,
 ) -> None:
     """A run's checkpoint as a Hugging Face folder with a model card, checked before it is put there. Uses no GPU."""
     from exgrpo_megatron.export_command import ExportRequest, export_run  # noqa: PLC0415
 
-    export_run(ExportRequest(run, step, best, dtype, out, verify, model))
+    export_run(ExportRequest(run, step, best, dtype, out, verify, model, overwrite))
 
 
 @app.command()

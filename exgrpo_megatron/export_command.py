@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from exgrpo_conversion.config_file import CONFIG_FILE
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.comm import SingleProcess
@@ -65,7 +66,8 @@ def _alone_on_the_cpu() -> None:
 def _find(request: ExportRequest) -> _Found:
     if not (request.run / RECIPE_FILE).is_file():
         raise ConfigError(
-            f"{request.run}: no folder of a run (it has no {RECIPE_FILE}); give a recipe's logger.log_dir"
+            f"{request.run}: no folder of a run (it has no {RECIPE_FILE}); give a recipe's logger.log_dir, and --step "
+            "for one of its checkpoints"
         )
     config = _in_folder(load_recipe(request.run / RECIPE_FILE), request.run)
     checkpoint = _checkpoint(config, request)
@@ -75,7 +77,12 @@ def _find(request: ExportRequest) -> _Found:
     out = request.out or request.run / f"{EXPORT_FOLDER}-{checkpoint.name}{dtype}"
     if out.resolve() == (request.run / EXPORT_FOLDER).resolve():
         raise ConfigError(f"--out {out}: that is where the run itself puts its model when it ends; choose another")
-    return _Found(checkpoint, config, read_state(checkpoint), _model_dir(config, request), out)
+    model_dir = _model_dir(config, request)
+    # The base model is refused later, whatever is asked for; the default place holds this very export or nothing.
+    its_own = request.out is None or model_dir.resolve() == out.resolve()
+    if not its_own and not request.overwrite and (out / CONFIG_FILE).exists():
+        raise ConfigError(f"--out {out}: a model is there already; choose another folder, or replace it (--overwrite)")
+    return _Found(checkpoint, config, read_state(checkpoint), model_dir, out)
 
 
 def _in_folder(config: Config, run: Path) -> Config:

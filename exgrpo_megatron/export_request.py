@@ -32,3 +32,5 @@ class ExportRequest:
     out: Path | None = None
     verify: ExportCheck = ExportCheck.logits
     model: Path | None = None
+    overwrite: bool = False
+    """Replace a model folder that stands at `out`."""

@@ -144,6 +144,7 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ("micro-batches an optimiser step", _micro_batches_text(policy, per_rank, data_parallel_size)),
         ("tokens in one sequence, at most", f"{policy.max_total_sequence_length}"),
         ("computed with", _layers_text(policy)),
+        ("output layer and loss", _loss_text(policy)),
         ("response tokens a step, at most", f"{answers * policy.generation.max_new_tokens:,}"),
         ("answers in the whole run", f"{answers * grpo.max_num_steps:,}, replayed ones included"),
     ]
@@ -168,6 +169,12 @@ def _layers_text(policy: PolicyConfig) -> str:
         return f"{layers}; {policy.precision}"
     multiple = layout.row_multiple
     return f"{layers}; FP8 ({fp8.fp8}, {fp8.fp8_recipe}), rows padded to multiples of {multiple}"
+
+
+def _loss_text(policy: PolicyConfig) -> str:
+    form = "linear" if policy.loss_kernel == "auto" else policy.loss_kernel
+    where = "" if form == "reference" else ", in Triton where a GPU has it, else"
+    return f"{form} form{where} in torch"
 
 
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")

@@ -48,20 +48,23 @@ class ExportReport:
     compared_with: str = "the trainer's"
     max_logprob_difference: float | None = None
     """Over the tokens of a few sequences, in nats; None where tensors alone were compared."""
+    rounded_to: str | None = None
+    """The dtype that tensors were converted to; None: they are as trained."""
     rounding: float | None = None
-    """How far the conversion to another dtype moved log-probs, in nats; None without one."""
+    """How far that moved log-probs at most, in nats; None where it was not computed."""
 
     def describe(self) -> str:
         """What was checked, in a few words."""
         checks = [f"{self.num_parameters:,} parameters", "the same tokenizer" if self.tokenizer else "no tokenizer"]
         if self.tensors_compared:
-            checks.append("every tensor bit for bit as trained")
+            trained = "as trained" if self.rounded_to is None else f"the trained one as {self.rounded_to}"
+            checks.append(f"every tensor bit for bit {trained}")
         if self.max_logprob_difference is not None:
             checks.append(
                 f"as transformers reads it log-probs within {self.max_logprob_difference:.0e} of {self.compared_with}"
             )
         if self.rounding:
-            checks.append(f"rounding to another dtype moved log-probs by up to {self.rounding:.0e}")
+            checks.append(f"rounding to {self.rounded_to} moved log-probs by up to {self.rounding:.2g} nats")
         return "; ".join(checks)
 
 
@@ -130,7 +133,8 @@ def export_checkpoint(
         _write(candidate, source.tensors(), source.arch, source.config_folder, options)
         report = _checked(candidate, source.arch, options.tokenizer_dir or source.config_folder)
         count = compare_tensors(candidate, source.arch, source.tensors(), options.dtype)
-        report = replace(report, num_parameters=count, tensors_compared=True)
+        rounded_to = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
+        report = replace(report, num_parameters=count, tensors_compared=True, rounded_to=rounded_to)
         if policy_dir is not None:
             report = _compare_with_checkpoint(report, source.arch, policy_dir, options.dtype)
         return _finish(report, dst, options)

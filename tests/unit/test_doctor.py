@@ -62,7 +62,7 @@ def test_a_triton_that_does_not_import_is_half_installed(tmp_path: Path, monkeyp
     assert (finding.installed, finding.status) == ("3.7.1", "half installed")
     library = accelerators_in([finding], "a GPU").triton
     assert (library.works, library.fault) == (False, "libtriton.so")
-    assert choices([finding])["LM head, loss"] == "exgrpo_kernels, linear form, in torch"
+    assert choices([finding])["LM head, loss"] == "exgrpo_kernels, linear form, in torch (no GPU for Triton)"
 
 
 def test_a_package_that_kills_the_process_is_half_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

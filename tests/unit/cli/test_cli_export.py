@@ -45,7 +45,7 @@ def test_the_newest_checkpoint_is_exported_as_the_run_does_at_its_end(exgrpo, tr
 def test_a_step_a_dtype_and_a_place_can_be_chosen(exgrpo, trained):
     result = exgrpo("export", "run", "--step", 1, "--dtype", "bf16", "--out", "models/mine")
     assert result.code == 0, result.err
-    rounding = re.search(r"rounding to another dtype moved log-probs by up to (\S+)", result.out)
+    rounding = re.search(r"rounding to bfloat16 moved log-probs by up to (\S+) nats", result.out)
     assert 0 < float(rounding[1]) < 0.1  # 8 bits of mantissa: 2^-8 relative on logits of about 3
     exported = tensors(trained / "models" / "mine")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
@@ -54,6 +54,14 @@ def test_a_step_a_dtype_and_a_place_can_be_chosen(exgrpo, trained):
     assert equal(exported, {name: tensor.bfloat16() for name, tensor in exact.items()})
     assert not equal(exact, tensors(trained / "run" / "hf"))
     assert json.loads((trained / "models" / "mine" / "config.json").read_text())["dtype"] == "bfloat16"
+    again = exgrpo("export", "run", "--step", 2, "--out", "models/mine")
+    assert again.code == 2
+    assert (
+        "--out models/mine: a model is there already; choose another folder, or replace it (--overwrite)" in again.err
+    )
+    assert equal(tensors(trained / "models" / "mine"), exported)
+    assert exgrpo("export", "run", "--step", 1, "--out", "models/mine", "--verify", "tensors", "--overwrite").code == 0
+    assert equal(tensors(trained / "models" / "mine"), exact)
 
 
 def test_the_card_has_recipe_variant_pass_rates_and_data(exgrpo, trained):
@@ -99,7 +107,8 @@ def test_a_moved_run_and_a_checkpoint_of_before_the_record_of_questions_are_expo
         (["run", "--out", "run/hf"], ["--out run/hf", "choose another"]),
         (["run", "--out", "."], ["would replace the source model"]),
         (["run", "--out", "run/checkpoints"], ["no model folder"]),
-        (["run", "--out", "clone"], ["clone", "more than an export (.git)"]),
+        (["run", "--out", "clone"], ["--out clone: a model is there already", "--overwrite"]),
+        (["run", "--out", "clone", "--overwrite"], ["clone", "more than an export (.git)"]),
         (["run", "--out", "run/model"], ["would replace the source model"]),
         (["run", "--model", "none"], ["no folder none", "--model"]),
     ],

@@ -49,6 +49,7 @@ def test_the_derived_table_of_the_main_run():
         "response tokens a step, at most": "8,388,608",
         "answers in the whole run": "716,800, replayed ones included",
         "computed with": "Megatron's own layers; float32",
+        "output layer and loss": "linear form, in Triton where a GPU has it, else in torch",
     }
 
 
