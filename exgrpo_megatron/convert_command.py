@@ -15,6 +15,7 @@ from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.formats import FORMATS, open_source
 from exgrpo_conversion.source import Source
 from exgrpo_megatron.errors import CheckpointError, ConfigError
+from exgrpo_megatron.stop import ended_by_sigterm
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -55,7 +56,7 @@ def convert_and_report(path: Path, target: Target, *, config: Path | None, unpic
     """
     console = Console()
     try:
-        with open_source(path, config=config, unpickle=unpickle) as source:
+        with ended_by_sigterm(), open_source(path, config=config, unpickle=unpickle) as source:
             check_destination(source, target)
             summary = _convert(source, target, console)
             lines = _lines(source, target, summary)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from exgrpo_conversion.config_file import CONFIG_FILE
 from exgrpo_conversion.errors import ModelFolderError
-from exgrpo_megatron.checkpointing import read_state
+from exgrpo_megatron.checkpointing import STATE_FILE, read_state
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import ClusterConfig, Config, PolicyConfig
 from exgrpo_megatron.data.embedded_model import is_embedded
@@ -25,6 +25,7 @@ from exgrpo_megatron.process import command, process_group, quiet_libraries, qui
 from exgrpo_megatron.recipe import load_recipe
 from exgrpo_megatron.report.model_card import TrainedModel, model_card
 from exgrpo_megatron.run_folder import EXPORT_FOLDER, METRICS_FILE, RECIPE_FILE, checkpoint_store
+from exgrpo_megatron.stop import ended_by_sigterm
 
 
 def export_run(request: ExportRequest) -> None:
@@ -36,7 +37,8 @@ def export_run(request: ExportRequest) -> None:
     """
     _alone_on_the_cpu()
     found = _find(request)
-    folder = _export(request, found)
+    with ended_by_sigterm():
+        folder = _export(request, found)
     recipe = request.run / RECIPE_FILE
     Console().print(
         f"next: {command('eval', recipe, '--checkpoint', folder)}", markup=False, highlight=False, soft_wrap=True
@@ -64,6 +66,12 @@ def _alone_on_the_cpu() -> None:
 
 
 def _find(request: ExportRequest) -> _Found:
+    if (request.run / STATE_FILE).is_file():
+        run, step = request.run.absolute().parents[1], read_state(request.run)["step"]
+        raise ConfigError(
+            f"{request.run} is a checkpoint of a run: name the run and the step, "
+            f"{command('export', os.path.relpath(run), '--step', str(step))}"
+        )
     if not (request.run / RECIPE_FILE).is_file():
         raise ConfigError(
             f"{request.run}: no folder of a run (it has no {RECIPE_FILE}); give a recipe's logger.log_dir, and --step "

@@ -19,6 +19,21 @@ class StoppedAtOnceError(BaseException):
     """A second signal. No Exception, so that nothing on the way out takes it for a failure it can handle."""
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block as an error does, so that what is written aside is removed; exit code 143."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, b"error: stopped by SIGTERM; what was written so far is removed\n")
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class StopSignal:
     """SIGTERM or Ctrl-C asks for a clean stop after the current step; a second one stops at once."""
 

@@ -15,7 +15,7 @@ from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.hf_source import HFSource
 from exgrpo_conversion.legacy import LegacyFiles, is_legacy
 from exgrpo_conversion.megatron_source import MegatronSource
-from exgrpo_conversion.run_checkpoint import STATE_FILE, newest_step, run_claims, run_model
+from exgrpo_conversion.run_checkpoint import STATE_FILE, is_unfinished, newest_step, run_claims, run_model
 from exgrpo_conversion.safe_metadata import METADATA_FILE
 from exgrpo_conversion.source import Source
 from exgrpo_conversion.torch_dist import TRACKER_FILE, TorchDistFiles, iteration_folder
@@ -90,6 +90,8 @@ def _hugging_face(path: Path) -> Found | None:
 
 
 def _run(path: Path) -> Found | None:
+    if is_unfinished(path):
+        raise ModelFolderError(f"{path} is a checkpoint whose writing did not come to its end: choose another step")
     step = path if (path / STATE_FILE).is_file() else newest_step(path)
     return Found("run", step) if step is not None and (step / "policy").is_dir() else None
 

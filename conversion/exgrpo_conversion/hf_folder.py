@@ -200,6 +200,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "tekken.json",
 )
 
 

@@ -9,12 +9,18 @@ from typing import Any
 
 from exgrpo_conversion._common_file import read_common
 from exgrpo_conversion.claims import Claims
-from exgrpo_conversion.config_file import read_json
+from exgrpo_conversion.config_file import CONFIG_FILE, read_json
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.torch_dist import COMMON_FILE
 
 STATE_FILE = "state.json"
 _STEP = re.compile(r"step_(\d{6,})")
+_UNFINISHED = re.compile(r"step_\d{6,}\.incomplete(_old)?")
+
+
+def is_unfinished(step: Path) -> bool:
+    """Whether a folder of a run is what a save wrote that was stopped."""
+    return _UNFINISHED.fullmatch(step.name) is not None and not (step / CONFIG_FILE).exists()
 
 
 def newest_step(path: Path) -> Path | None:

@@ -27,6 +27,7 @@ from exgrpo_megatron.policy.export_checks import (
     compare_with_scores,
     load_exported,
     probe_sequences,
+    stored_dtype,
 )
 from exgrpo_megatron.policy.export_folder import put_in_place, refuse_other_folders, unverified
 from exgrpo_megatron.policy.reference_model import ReferenceModel, check_memory
@@ -43,28 +44,33 @@ class ExportReport:
     num_parameters: int
     tokenizer: bool
     """Whether there was a tokenizer, which then went along and was checked."""
+    dtype: str = ""
+    """Of the tensors in the folder."""
     tensors_compared: bool = False
     """Whether every tensor was compared bit for bit."""
     compared_with: str = "the trainer's"
     max_logprob_difference: float | None = None
     """Over the tokens of a few sequences, in nats; None where tensors alone were compared."""
-    rounded_to: str | None = None
-    """The dtype that tensors were converted to; None: they are as trained."""
+    is_rounded: bool = False
+    """Whether the tensors were converted to another dtype than they were trained in."""
     rounding: float | None = None
-    """How far that moved log-probs at most, in nats; None where it was not computed."""
+    """How far that moved log-probs, in nats; None where it was not, or not measured."""
 
     def describe(self) -> str:
         """What was checked, in a few words."""
-        checks = [f"{self.num_parameters:,} parameters", "the same tokenizer" if self.tokenizer else "no tokenizer"]
+        checks = [
+            f"{self.num_parameters:,} parameters in {self.dtype}",
+            "the same tokenizer" if self.tokenizer else "no tokenizer",
+        ]
         if self.tensors_compared:
-            trained = "as trained" if self.rounded_to is None else f"the trained one as {self.rounded_to}"
-            checks.append(f"every tensor bit for bit {trained}")
+            rounded = f", rounded to {self.dtype}" if self.is_rounded else ""
+            checks.append(f"every tensor bit for bit as trained{rounded}")
         if self.max_logprob_difference is not None:
             checks.append(
                 f"as transformers reads it log-probs within {self.max_logprob_difference:.0e} of {self.compared_with}"
             )
         if self.rounding:
-            checks.append(f"rounding to {self.rounded_to} moved log-probs by up to {self.rounding:.2g} nats")
+            checks.append(f"rounding to {self.dtype} moved log-probs by up to {self.rounding:.2g} nats")
         return "; ".join(checks)
 
 
@@ -133,8 +139,7 @@ def export_checkpoint(
         _write(candidate, source.tensors(), source.arch, source.config_folder, options)
         report = _checked(candidate, source.arch, options.tokenizer_dir or source.config_folder)
         count = compare_tensors(candidate, source.arch, source.tensors(), options.dtype)
-        rounded_to = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
-        report = replace(report, num_parameters=count, tensors_compared=True, rounded_to=rounded_to)
+        report = replace(report, num_parameters=count, tensors_compared=True, is_rounded=options.dtype is not None)
         if policy_dir is not None:
             report = _compare_with_checkpoint(report, source.arch, policy_dir, options.dtype)
         return _finish(report, dst, options)
@@ -160,7 +165,7 @@ def _checked(candidate: Path, arch: Architecture, tokenizer_dir: Path) -> Export
     check_config(candidate, arch)
     tokenizer = compare_tokenizers(candidate, tokenizer_dir)
     files = tuple(sorted(path.name for path in candidate.iterdir()))
-    return ExportReport(candidate, files, 0, tokenizer)
+    return ExportReport(candidate, files, 0, tokenizer, stored_dtype(candidate))
 
 
 def _compare_with_trainer(actor: MegatronActor, candidate: Path, tokenizer_dir: Path) -> ExportReport:

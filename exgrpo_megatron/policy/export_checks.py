@@ -63,6 +63,12 @@ def check_config(config_dir: Path, arch: Architecture) -> None:
         )
 
 
+def stored_dtype(folder: Path) -> str:
+    """The dtype of the tensors there, of which there is one."""
+    with HFReader(folder) as reader:
+        return str(reader.dtype(reader.names()[0])).removeprefix("torch.")
+
+
 def compare_tensors(
     folder: Path, arch: Architecture, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
 ) -> int:

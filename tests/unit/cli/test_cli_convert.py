@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 
 import pytest
 import torch
 from cli_project import assert_refused, contents
 from safetensors.torch import load_file
+
+from exgrpo_conversion import hf_folder
 
 
 def same(one, other):
@@ -60,12 +64,15 @@ def test_options_reach_the_files(exgrpo, trained):
         (("run/hf", "out", "--to", "torch_dist", "--tensor-parallel", 3), ("num_key_value_heads",)),
         (("run/hf", "out", "--config", "run/hf"), ("has its own config",)),
         (("run/checkpoints/step_000002/policy", "out"), ("does not hold the config.json", "--config")),
+        (("run/checkpoints/step_000003.incomplete", "out"), ("whose writing did not come to its end",)),
         (("run/hf", "run/hf/config.json/out"), ("run/hf cannot be converted", "config.json")),
         (("ranks", "out", "--config", "run/hf"), ("pickles that can run code", "--unpickle")),
     ],
 )
 def test_what_cannot_be_converted_is_refused_in_one_line(args, texts, exgrpo, trained):
     (trained / "data").mkdir()
+    checkpoints = trained / "run" / "checkpoints"
+    shutil.copytree(checkpoints / "step_000002", checkpoints / "step_000003.incomplete")
     (trained / "ranks" / "mp_rank_00").mkdir(parents=True)
     torch.save({}, trained / "ranks" / "mp_rank_00" / "model_optim_rng.pt")
     before = contents(trained)
@@ -81,3 +88,15 @@ def test_a_run_of_another_model_than_the_config_is_refused(src, exgrpo, trained)
     before = contents(trained)
     result = exgrpo("convert", src, "out", "--config", "other")
     assert_refused(result, before, "of another model than other", "share_embeddings_and_output_weights = True")
+
+
+def test_sigterm_leaves_nothing_behind(exgrpo, trained, monkeypatch):
+    def stop(*_):
+        assert list((trained / "out").glob(".hf.*.partial"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(hf_folder, "copy_side_files", stop)
+    result = exgrpo("convert", "run", "out/hf")
+    assert result.code == 128 + signal.SIGTERM
+    assert not list((trained / "out").iterdir())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -35,7 +35,7 @@ def test_the_newest_checkpoint_is_exported_as_the_run_does_at_its_end(exgrpo, tr
     assert result.code == 0, result.err
     found = re.search(r"log-probs within (\S+) of those of the checkpoint in Megatron-Core", result.out)
     assert float(found[1]) <= 1e-4
-    assert "397,056 parameters; the same tokenizer; every tensor bit for bit as trained" in result.out
+    assert "397,056 parameters in float32; the same tokenizer; every tensor bit for bit as trained" in result.out
     folder = trained / "run" / "hf-step_000002"
     assert equal(tensors(folder), tensors(trained / "run" / "hf"))
     assert {path.name for path in folder.iterdir()} == {path.name for path in (trained / "run" / "hf").iterdir()}
@@ -46,6 +46,8 @@ def test_a_step_a_dtype_and_a_place_can_be_chosen(exgrpo, trained):
     result = exgrpo("export", "run", "--step", 1, "--dtype", "bf16", "--out", "models/mine")
     assert result.code == 0, result.err
     rounding = re.search(r"rounding to bfloat16 moved log-probs by up to (\S+) nats", result.out)
+    card = (trained / "models" / "mine" / "README.md").read_text()
+    assert "397,056 parameters in bfloat16; the same tokenizer; every tensor bit for bit as trained, rounded to" in card
     assert 0 < float(rounding[1]) < 0.1  # 8 bits of mantissa: 2^-8 relative on logits of about 3
     exported = tensors(trained / "models" / "mine")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
@@ -102,6 +104,7 @@ def test_a_moved_run_and_a_checkpoint_of_before_the_record_of_questions_are_expo
     ("args", "texts"),
     [
         (["nowhere"], ["nowhere: no folder of a run"]),
+        (["run/checkpoints/step_000001"], ["a checkpoint of a run", "export run --step 1"]),
         (["run", "--step", 7], ["no checkpoint of step 7", "step_000001, step_000002"]),
         (["run", "--step", 1, "--best"], ["--best and --step 1"]),
         (["run", "--out", "run/hf"], ["--out run/hf", "choose another"]),
