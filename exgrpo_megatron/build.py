@@ -91,8 +91,9 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
     return Inputs(model_dir, architecture, tokenizer, train, validation, sampling)
 
 
-def check_prefill(config: Config) -> None:
-    """Raise ConfigError where experience.prefill_path is set and is no experience file for groups of this size."""
+def check_prefill(config: Config, working_folder: Path) -> None:
+    """Raise ConfigError where experience.prefill_path is set and is no experience file for groups of this size, or is
+    the run's own `working_folder` of stored answers, which is emptied when the run begins."""
     path = config.experience.prefill_path
     if path is None or not config.experience.enabled:
         return
@@ -100,6 +101,11 @@ def check_prefill(config: Config) -> None:
         raise ConfigError(
             f"experience.prefill_path = {path!r}: no such file or folder; `exgrpo prefill RECIPE` makes it from worked "
             f"solutions, null begins without"
+        )
+    if Path(path).resolve() == working_folder.resolve():
+        raise ConfigError(
+            f"experience.prefill_path = {path!r} is where this run keeps its stored answers, and would be emptied "
+            f"first: move it away, and name the place where it is then"
         )
     try:
         check_answers_files(Path(path), config.grpo.num_generations_per_prompt)

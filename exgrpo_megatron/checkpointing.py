@@ -187,21 +187,22 @@ class CheckpointStore:
                 saved = dict(json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, TypeError) as error:
                 raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
-        found = self._digests(checkpoint)
+        found = self._digests(checkpoint, excuse)
         differ = sorted(name for name, digest in saved.items() if found.get(name) != digest)
         changed = [name for name in differ if not excuse(name)]
         if changed:
             what = "is not as it was saved" if (checkpoint / changed[0]).is_file() else "is missing"
             raise CheckpointError(f"{checkpoint / changed[0]} {what}: {_damaged(checkpoint)}")
 
-    def _digests(self, folder: Path) -> dict[str, str]:
-        """SHA-256 by file, the same on every process; each reads its share."""
+    def _digests(self, folder: Path, excuse: Callable[[str], bool]) -> dict[str, str]:
+        """SHA-256 by file, without those excused, the same on every process; each reads its share."""
         comm = self.comm
         with together(self.comm):
             try:
-                files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS_FILE)
-                own = files[comm.rank * comm.members + comm.member :: comm.world_size]
-                mine = {str(path.relative_to(folder)): _digest(path) for path in own}
+                files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+                read = [name for name in files if name != DIGESTS_FILE and not excuse(name)]
+                own = read[comm.rank * comm.members + comm.member :: comm.world_size]
+                mine = {name: _digest(folder / name) for name in own}
             except OSError as error:
                 raise CheckpointError(f"{error.filename or folder}: {_damaged(folder)} ({error})") from None
         return {name: digest for share in gather_everyone(comm, mine) for name, digest in share.items()}

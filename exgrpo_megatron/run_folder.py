@@ -11,7 +11,7 @@ from pathlib import Path
 
 from exgrpo_megatron.build import writable_folder
 from exgrpo_megatron.checkpointing import CheckpointStore
-from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
@@ -78,18 +78,23 @@ def checkpoint_store(config: Config, comm: Communicator) -> CheckpointStore:
 
 @contextmanager
 def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
-    """The run's folder and that of its checkpoints, made, and locked against a second run."""
+    """The run's folder, that of its checkpoints and that of its stored answers, made, and locked against a second run.
+    Collective; raises ConfigError on every process."""
     folders = {"logger.log_dir": Path(config.logger.log_dir)}
     if config.checkpointing.checkpoint_dir:
         folders["checkpointing.checkpoint_dir"] = Path(config.checkpointing.checkpoint_dir)
         _check_apart(*folders.values())
-    if config.experience.store_dir:
+    if config.experience.enabled and config.experience.store_dir:
         folders["experience.store_dir"] = Path(config.experience.store_dir)
+    locked: set[Path] = set()
     with ExitStack() as stack:
-        for key, path in folders.items():
-            writable_folder(path, key)
-            if comm.is_main:
-                stack.enter_context(_locked(path, key))
+        # Nobody may go on where the lock is another run's: each process deletes what it takes for left over.
+        with together(comm):
+            for key, path in folders.items():
+                writable_folder(path, key)
+                if comm.is_main and path.resolve() not in locked:
+                    stack.enter_context(_locked(path, key))
+                    locked.add(path.resolve())
         yield RunFolder(config)
 
 

@@ -21,7 +21,7 @@ from exgrpo_megatron.report.console import ProgressReporter
 from exgrpo_megatron.report.dashboard import write_dashboard
 from exgrpo_megatron.report.summary import before_and_after, run_summary
 from exgrpo_megatron.report.tables import numbers_table, variant_table
-from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE, checkpoint_store
+from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE, RunFolder, checkpoint_store
 from exgrpo_megatron.session import RunOutcome
 from exgrpo_megatron.stop import StopSignal
 
@@ -79,7 +79,7 @@ def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
 def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal) -> Path | None:
     """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
     with together(comm):
-        build.check_prefill(config)
+        build.check_prefill(config, RunFolder(config).experience)
     if comm.is_main and config.env.math.check_gold:
         for line in question_checks.check_gold_answers(config, inputs):
             say(comm, line)

@@ -10,13 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exgrpo_conversion._shards import INDEX_FILE, SINGLE_FILE
 from exgrpo_conversion.architecture import Architecture, padded_vocab_size
-from exgrpo_conversion.config_file import CONFIG_FILE
 from exgrpo_conversion.contexts import HF_FOLDER
 from exgrpo_conversion.errors import ModelFolderError
 from exgrpo_conversion.file_checks import check_space
-from exgrpo_conversion.hf_folder import is_written_file, write_hf_folder
+from exgrpo_conversion.hf_folder import strange_entries, write_hf_folder
 from exgrpo_conversion.mapping import check_tensor_parallel, manifest
 from exgrpo_conversion.megatron_folders import RELEASE, MegatronTarget, write_nemo, write_torch_dist
 from exgrpo_conversion.source import Source
@@ -110,25 +108,25 @@ def check_destination(source: Source, target: Target) -> None:
     names = {path.name for path in folder.iterdir()}
     if not names:
         return
-    if not _is_replaceable(target.format, folder, names):
-        strange = [name for name in names if not is_written_file(name)] or names
-        listed = ", ".join(sorted(strange)[:3])
+    strange = _strange_entries(target.format, folder, names)
+    if strange:
         raise ModelFolderError(
-            f"{target.folder} is not empty and no checkpoint converted to this format (it has {listed}): it is never "
-            "replaced; choose another folder"
+            f"{target.folder} is not empty and no checkpoint converted to this format: it has "
+            f"{', '.join(strange[:3])}. It is never replaced; choose another folder"
         )
     if not target.overwrite:
         raise ModelFolderError(f"{target.folder} exists: choose another folder, or allow to replace it (--overwrite)")
 
 
-def _is_replaceable(target_format: str, folder: Path, names: set[str]) -> bool:
-    """Whether a folder with these entries may be an earlier conversion to this format, and nothing else."""
+def _strange_entries(target_format: str, folder: Path, names: set[str]) -> list[str]:
+    """What an earlier conversion to this format would not have; empty if it is one."""
     if target_format == "hf":
-        is_model = CONFIG_FILE in names and names & {SINGLE_FILE, INDEX_FILE}
-        return bool(is_model) and all(map(is_written_file, names)) and all(path.is_file() for path in folder.iterdir())
+        return strange_entries(folder)
     if target_format == "nemo2":  # NeMo's own have its objects in context/
-        return names == {"weights", "context"} and {path.name for path in folder.glob("context/*")} == {HF_FOLDER}
-    return names == {TRACKER_FILE, RELEASE, HF_FOLDER}
+        is_one = names == {"weights", "context"} and {it.name for it in folder.glob("context/*")} == {HF_FOLDER}
+    else:
+        is_one = names == {TRACKER_FILE, RELEASE, HF_FOLDER}
+    return [] if is_one else sorted(names)
 
 
 def _only_dtype(source: Source) -> torch.dtype:

@@ -189,6 +189,7 @@ def write_hf_folder(
     return files
 
 
+_CARD = "README.md"  # of exports
 # What goes with the weights; copied where it is there.
 _SETTINGS = ("generation_config.json",)
 _TOKENIZER_FILES = (
@@ -253,10 +254,17 @@ def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | 
     _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
 
 
-def is_written_file(name: str) -> bool:
-    """Whether a file of this name can be of a folder that `write_hf_folder` or an export made."""
-    patterns = (CONFIG_FILE, *_SETTINGS, *_TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors")
-    return name == "README.md" or any(fnmatchcase(name, pattern) for pattern in patterns)
+def strange_entries(folder: Path) -> list[str]:
+    """What is in a folder and in none that `write_hf_folder` or an export made; or what those have and it lacks."""
+    names = {path.name for path in folder.iterdir()}
+    patterns = (CONFIG_FILE, *_SETTINGS, *_TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", _CARD)
+    strange = [
+        name
+        for name in sorted(names)
+        if not (folder / name).is_file() or not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    is_model = CONFIG_FILE in names and not names.isdisjoint({SINGLE_FILE, INDEX_FILE})
+    return strange if strange or is_model else [f"no {CONFIG_FILE} and weights"]
 
 
 def tokenizer_files(folder: Path) -> list[str]:

@@ -79,8 +79,8 @@ class PolicyConfig(Section):
     )
     logprob_chunk_size: PositiveInt | None = key(
         None,
-        "how many tokens have logits at a time (loss_kernel: linear); null: as many as fill 16 MiB, or for a large "
-        "vocabulary half the space of the output layer's gradient, up to 1024",
+        "how many tokens have logits at a time (loss_kernel: linear); null: as many as fill 32 MiB, or for a large "
+        "vocabulary a fifth of the space of the output layer's gradient, up to 1024",
         "tokens",
     )
     max_grad_norm: PositiveFloat = key(1.0, "gradients are scaled down to this global L2 norm")

@@ -16,6 +16,9 @@ from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.types import Question
 
+LONGEST_ID = 2**16 - 1
+"""Bytes of a question's id, which stored answers count in 16 bits."""
+
 
 @dataclass(frozen=True)
 class QuestionSet:
@@ -205,9 +208,17 @@ def _entry_of_row(row: Row, source: DataSourceConfig) -> _Entry:
     text = row.text(source.question_key)
     category = None if source.category_key is None else row.text_or_number(source.category_key)
     given_id = None if source.id_key is None else row.text_or_number(source.id_key)
+    if given_id is not None:
+        _check_id(given_id, row.place)
     return _Entry(
         given_id or hashlib.sha256(text.encode()).hexdigest()[:16], text, _gold_answer(row, source), category, row.place
     )
+
+
+def _check_id(question_id: str, place: str) -> None:
+    size = len(question_id.encode())
+    if size > LONGEST_ID:
+        raise DataError(f"{place}: the id {question_id[:40]!r}... has {size} bytes, more than {LONGEST_ID}; shorten it")
 
 
 def _gold_answer(row: Row, source: DataSourceConfig) -> str:

@@ -57,12 +57,6 @@ class SegmentFolder:
         link_or_copy(source, path)
         return number, Segment.existing(path, None, sealed)
 
-    def left_over(self) -> list[Path]:
-        """Segments of an earlier process."""
-        if self.path is None or not self.path.is_dir():
-            return []
-        return sorted(path for path in self.path.iterdir() if SEGMENT_FILE.fullmatch(path.name))
-
     def remove_empty(self) -> None:
         """Delete the folder and the one above it, where nothing is left in them."""
         for path in () if self.path is None else (self.path, self.path.parent):
@@ -114,9 +108,9 @@ class AnswerStore:
         """Store the answer; False where its token ids are stored already (the first log-probs stay)."""
         fingerprint = zlib.crc32(answer.token_ids.astype(np.int32).tobytes())
         known = self.slots(question)
-        for slot in known:
-            if int(self._table["fingerprint"][slot]) == fingerprint and self._has_tokens(slot, answer.token_ids):
-                return False
+        alike = np.flatnonzero(self._table["fingerprint"][known] == fingerprint) if known else ()
+        if any(self._has_tokens(known[place], answer.token_ids) for place in alike):
+            return False
         values = {
             "fingerprint": fingerprint, "serial": serial, "used": answer.step,
             "entropy": -float(np.mean(answer.logprobs, dtype=np.float64)),
@@ -161,10 +155,10 @@ class AnswerStore:
         if question >= len(self._first):
             return []
         found, following = [], int(self._first["slot"][question])
-        chain = self._table["next"]
+        chain = self._table["next"].data
         while following:
             found.append(following - 1)
-            following = int(chain[following - 1])
+            following = chain[following - 1]
         return found
 
     def record(self, slot: int) -> bytes:
@@ -223,15 +217,13 @@ class AnswerStore:
             table["next"][listed[place - 1]] = follows
         else:
             self._first["slot"][question] = follows
-        length = int(table["length"][slot])
-        self._count(self.segments[int(table["segment"][slot])], -1, -length)
-        table["length"][slot], table["next"][slot] = 0, self._free
-        self._free = slot + 1
-        return length
+        return self._give_back(slot)
 
     def forget(self, question: int) -> tuple[int, int]:
         """Forget the question's answers; returns how many there were, and their bytes."""
-        lengths = [self.remove(slot) for slot in reversed(self.slots(question))]
+        lengths = [self._give_back(slot) for slot in reversed(self.slots(question))]
+        if lengths:
+            self._first["slot"][question] = 0
         return len(lengths), sum(lengths)
 
     def items(self) -> Iterator[tuple[int, tuple[StoredAnswer, ...]]]:
@@ -288,6 +280,15 @@ class AnswerStore:
         self._free = int(self._table["next"][slot])
         return slot
 
+    def _give_back(self, slot: int) -> int:
+        """A slot that is in no list any more; returns the bytes of its record."""
+        table = self._table
+        length = int(table["length"][slot])
+        self._count(self.segments[int(table["segment"][slot])], -1, -length)
+        table["length"][slot], table["next"][slot] = 0, self._free
+        self._free = slot + 1
+        return length
+
     def _reserve(self, question: int) -> None:
         if question >= len(self._first):
             self._first.extend(question + 1 - len(self._first))
@@ -302,6 +303,8 @@ def answer_fault(token_ids: TokenIds, logprobs: Logprobs) -> str | None:
     """Why an answer may not be stored, or None: it needs tokens, and exactly one finite log-prob for each."""
     if not len(token_ids):
         return "it has no tokens"
+    if token_ids.min() < 0:
+        return f"it has token id {token_ids.min()}"
     if len(logprobs) != len(token_ids):
         return f"it has {len(logprobs)} log-probs for {len(token_ids)} tokens"
     finite = np.isfinite(logprobs)

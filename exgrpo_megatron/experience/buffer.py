@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.experience.buckets import bucket_counts
 from exgrpo_megatron.experience.changes import Change, Kept, changes_of
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, answers_file, write_answers, write_summary
-from exgrpo_megatron.experience.keeper import Keeper
+from exgrpo_megatron.experience.keeper import Keeper, delete_left_over
 from exgrpo_megatron.experience.reports import MergeReport, RecordReport
 from exgrpo_megatron.experience.restore import Restored, check_agreement, restore
 from exgrpo_megatron.experience.snapshot import AnswersSnapshot, CheckpointSnapshot
 from exgrpo_megatron.experience.state import BufferState
 from exgrpo_megatron.types import Group, StoredAnswer, TokenIds
+
+logger = logging.getLogger(__name__)
 
 
 class ExperienceBuffer:
@@ -37,6 +40,8 @@ class ExperienceBuffer:
         self._config = config
         self._comm = comm
         mine = folder / f"rank-{comm.rank:05d}" if folder and comm.member == 0 else None
+        if folder and comm.member == 0:
+            delete_left_over(folder, comm.rank, comm.size)
         self._state = BufferState(config, group_size, comm, Keeper(config, mine))
 
     @property
@@ -263,7 +268,10 @@ class ExperienceBuffer:
         self._state.next_serial = max(restored.next_serial, summary.next_serial)
         self._state.num_damaged = summary.num_damaged
         self._state.lose(all_gather_union(self._comm, dict(restored.lost)))
+        evicted = self._state.hold_question_cap()
         self._state.count_bytes()
+        if evicted and self._comm.is_main:
+            logger.warning("%s: %d answers beyond experience.max_answers_per_question are evicted", folder, evicted)
 
     def merge_file(self, path: Path) -> MergeReport:
         """Add the answers of another run (its experience folder, or the one Parquet file that has them); collective.

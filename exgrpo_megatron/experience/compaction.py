@@ -10,7 +10,7 @@ import numpy as np
 
 from exgrpo_megatron.background import in_background
 from exgrpo_megatron.errors import CheckpointError
-from exgrpo_megatron.experience.answers import AnswerStore
+from exgrpo_megatron.experience.answers import AnswerStore, DamagedAnswer
 from exgrpo_megatron.experience.encoding import is_whole
 from exgrpo_megatron.experience.segments import Segment
 
@@ -110,7 +110,8 @@ class Compactor:
             offsets = job.offsets.result()
         except CheckpointError as error:
             logger.warning("answers are not compacted: %s", error)
-            self._left_alone.update(job.victims)
+            if isinstance(error, DamagedAnswer):
+                self._left_alone.add(error.segment)
             job.segment.drop()
             return
         if job.segment.path is not None:
@@ -126,12 +127,13 @@ class Compactor:
 
 
 def _copied(sources: list[_Source], segments: dict[int, Segment], target: Segment) -> list[int]:
-    """Raises CheckpointError where a record is damaged or cannot be written."""
+    """Raises DamagedAnswer, or CheckpointError where a record cannot be written: there may be room later."""
     offsets, waiting = [], 0
     for source in sources:
         record = segments[source.number].read(source.offset, source.length)
         if not is_whole(record):
-            raise CheckpointError(f"{segments[source.number].path}: a record at byte {source.offset} is damaged")
+            where = segments[source.number].path
+            raise DamagedAnswer(f"{where}: a record at byte {source.offset} is damaged", source.number)
         offsets.append(target.append(record))
         waiting += len(record)
         if waiting >= _WRITTEN_AT_ONCE:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from exgrpo_megatron.config import ExperienceConfig
-from exgrpo_megatron.experience.answers import SEGMENT_BYTES, AnswerStore, DamagedAnswer, SegmentFolder
+from exgrpo_megatron.experience.answers import (
+    SEGMENT_BYTES,
+    SEGMENT_FILE,
+    AnswerStore,
+    DamagedAnswer,
+    SegmentFolder,
+)
 from exgrpo_megatron.experience.changes import Kept
 from exgrpo_megatron.experience.compaction import Compactor
 from exgrpo_megatron.experience.eviction import evict_of_question
@@ -18,6 +25,9 @@ from exgrpo_megatron.types import StoredAnswer
 
 logger = logging.getLogger(__name__)
 
+RANK_FOLDER = re.compile(r"rank-(\d{5,})")
+"""Of a rank's segments, in the folder of a run's."""
+
 
 class Keeper:
     """Knows questions by their rows in the table of ids. Nothing here is collective."""
@@ -26,14 +36,6 @@ class Keeper:
         self._config = config
         self._segment_bytes = segment_bytes
         self._folder = SegmentFolder(folder)
-        left_over = self._folder.left_over()
-        for path in left_over:
-            path.unlink()
-        if left_over:
-            logger.warning(
-                "%s: %d files with answers of a run that was killed are deleted: a run goes on from a checkpoint",
-                folder, len(left_over),
-            )  # fmt: skip
         self.store = self.another()
         self._compactor = Compactor(self.store, segment_bytes)
 
@@ -108,3 +110,21 @@ class Keeper:
                     raise
                 found.add(error.segment)
         return sorted(found)
+
+
+def delete_left_over(folder: Path, rank: int, num_ranks: int) -> None:
+    """Delete, with a warning, what a killed run left of a rank, and of those ranks that there are no more: numbers that
+    are the same modulo `num_ranks`, so that every file is deleted by one process."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        named = RANK_FOLDER.fullmatch(path.name)
+        if named is None or int(named[1]) % num_ranks != rank or not path.is_dir():
+            continue
+        files = [file for file in path.iterdir() if SEGMENT_FILE.fullmatch(file.name)]
+        for file in files:
+            file.unlink()
+        if files:
+            logger.warning(
+                "%s: %d files with answers of a run that was killed are deleted: a run goes on from a checkpoint",
+                path, len(files),
+            )  # fmt: skip
+        SegmentFolder(path).remove_empty()

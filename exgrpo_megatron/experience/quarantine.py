@@ -8,6 +8,7 @@ from pathlib import Path
 
 from exgrpo_megatron.experience.answers import AnswerStore, DamagedAnswer
 from exgrpo_megatron.experience.ids import IdTable
+from exgrpo_megatron.experience.segments import link_or_copy
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +16,8 @@ QUARANTINE_FOLDER = "quarantine"
 
 
 def set_aside(store: AnswerStore, number: int, ids: IdTable) -> Counter[str]:
-    """Write the sound answers of a segment anew, forget the others, and move the file into `QUARANTINE_FOLDER`.
+    """Write the sound answers of a segment anew, forget the others, and move the file into `QUARANTINE_FOLDER`. A
+    checkpoint on its way that needs the file still finds it.
 
     Returns how many answers each question lost.
     """
@@ -33,15 +35,15 @@ def set_aside(store: AnswerStore, number: int, ids: IdTable) -> Counter[str]:
         "%s is damaged: %d stored answers are lost, the sound ones are written anew; it is kept as %s",
         segment.path, lost.total(), where,
     )  # fmt: skip
-    if where is None:
-        segment.drop()
+    segment.drop()
     return lost
 
 
 def keep_aside(path: Path | None, folder: Path | None) -> Path | None:
-    """Move a damaged file of a store to its quarantine; None where there is no file to be moved."""
+    """A second name, or a copy, of a damaged file in its store's quarantine; None where there is no file."""
     if path is None or folder is None or not path.exists():
         return None
     target = folder / QUARANTINE_FOLDER / path.name
     target.parent.mkdir(parents=True, exist_ok=True)
-    return path.rename(target)
+    link_or_copy(path, target)
+    return target

@@ -154,16 +154,22 @@ class Segment:
 
 
 def records(segment: Segment) -> Iterator[tuple[int, bytes]]:
-    """(offset, record) from the first on, up to the end or the first that is not whole."""
-    if segment.read(0, len(MAGIC)) != MAGIC:
-        return
-    offset = len(MAGIC)
-    while len(header := segment.read(offset, HEADER_BYTES)) == HEADER_BYTES:
-        record = segment.read(offset, record_length(header))
-        if not is_whole(record):
-            return
-        yield offset, record
+    """(offset, record) of those that are whole, up to the end or to where no record follows; a warning says how much is
+    passed over: a process that is killed leaves part of a record, a damaged file more."""
+    known = segment.read(0, len(MAGIC)) == MAGIC
+    offset, left_out = (len(MAGIC), 0) if known else (segment.size, segment.size)
+    while offset < segment.size:
+        record = _record_at(segment, offset)
+        if is_whole(record):
+            yield offset, record
+        elif is_whole(_record_at(segment, offset + len(record))):
+            left_out += len(record)
+        else:
+            left_out += segment.size - offset
+            break
         offset += len(record)
+    if left_out:
+        logger.warning("%s: %d of %d bytes are no whole answers and are left out", segment.path, left_out, segment.size)
 
 
 def open_unsealed(path: Path) -> Segment:
@@ -189,6 +195,12 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
         with target.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def _record_at(segment: Segment, offset: int) -> bytes:
+    """What stands there, as long as its header says."""
+    header = segment.read(offset, HEADER_BYTES)
+    return segment.read(offset, record_length(header)) if len(header) == HEADER_BYTES else header
 
 
 def _append_to(path: Path, data: bytes) -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from exgrpo_megatron.comm import Communicator, all_gather_concat
 from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.experience.changes import Change, Kept
-from exgrpo_megatron.experience.eviction import Candidate, candidates, first_to_go
+from exgrpo_megatron.experience.eviction import Candidate, candidates, evict_of_question, first_to_go
 from exgrpo_megatron.experience.files import Row, Summary
 from exgrpo_megatron.experience.index import QuestionIndex
 from exgrpo_megatron.experience.keeper import Keeper
@@ -85,6 +85,17 @@ class BufferState:
         if max_bytes is not None and self.num_bytes > max_bytes:
             for_bytes = self._evict(0, self.num_bytes - max_bytes)
         return for_answers, for_bytes
+
+    def hold_question_cap(self) -> int:
+        """Evict what is beyond `experience.max_answers_per_question` anywhere; how many. A run keeps to it as it stores
+        answers, but may go on from one that had another."""
+        cap, before = self.config.max_answers_per_question, self.index.total_answers
+        if cap is not None:
+            for name, bucket in [item for item in self.index.items() if self.index.num_answers(item[0]) > cap]:
+                if self.owner.owns(name):
+                    evict_of_question(self.keeper.store, self.index.row(name), cap, self.config.eviction)
+                self.index.put(name, bucket, cap)
+        return before - self.index.total_answers
 
     def lose(self, lost: Mapping[str, int]) -> None:
         """Everybody's part of answers that their owners found damaged."""

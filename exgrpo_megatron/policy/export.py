@@ -28,7 +28,7 @@ from exgrpo_megatron.policy.export_checks import (
     load_exported,
     probe_sequences,
 )
-from exgrpo_megatron.policy.export_folder import put_in_place, unverified
+from exgrpo_megatron.policy.export_folder import put_in_place, refuse_other_folders, unverified
 from exgrpo_megatron.policy.reference_model import ReferenceModel, check_memory
 
 CARD_FILE = "README.md"
@@ -124,6 +124,7 @@ def export_checkpoint(
     """
     dst = Path(dst).absolute()
     with _as_export_error(dst), unverified(dst, source.config_folder) as candidate:
+        refuse_other_folders(dst)
         if policy_dir is not None:
             check_memory(source.arch)
         _write(candidate, source.tensors(), source.arch, source.config_folder, options)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from exgrpo_conversion.aside import swap_in, temporary_sibling
-from exgrpo_conversion.hf_folder import CONFIG_FILE, sync
+from exgrpo_conversion.hf_folder import CONFIG_FILE, strange_entries, sync
 from exgrpo_megatron.errors import CheckpointError
 
 
@@ -21,6 +21,15 @@ def unverified(dst: Path, source_dir: Path) -> Iterator[Path]:
         raise CheckpointError(f"something is there already that is no model folder ({CONFIG_FILE} is missing)")
     with temporary_sibling(dst, "unverified") as aside:
         yield aside / dst.name
+
+
+def refuse_other_folders(dst: Path) -> None:
+    """Raise CheckpointError where `dst`, which will be deleted, has more in it than an export: it may be anybody's."""
+    strange = strange_entries(dst) if dst.exists() and any(dst.iterdir()) else []
+    if strange:
+        raise CheckpointError(
+            f"what is there has more than an export ({', '.join(strange[:3])}) and is never replaced: choose another"
+        )
 
 
 def put_in_place(candidate: Path, dst: Path) -> None:

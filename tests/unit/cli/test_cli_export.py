@@ -99,12 +99,15 @@ def test_a_moved_run_and_a_checkpoint_of_before_the_record_of_questions_are_expo
         (["run", "--out", "run/hf"], ["--out run/hf", "choose another"]),
         (["run", "--out", "."], ["would replace the source model"]),
         (["run", "--out", "run/checkpoints"], ["no model folder"]),
+        (["run", "--out", "clone"], ["clone", "more than an export (.git)"]),
         (["run", "--out", "run/model"], ["would replace the source model"]),
         (["run", "--model", "none"], ["no folder none", "--model"]),
     ],
     ids=lambda value: " ".join(map(str, value)) if value and value[0] in ("run", "nowhere") else "",
 )
 def test_what_cannot_be_exported_is_refused(exgrpo, trained, args, texts):
+    shutil.copytree(trained / "run" / "hf", trained / "clone")
+    (trained / "clone" / ".git").mkdir()
     assert_refused(exgrpo("export", *args), contents(trained), *texts)
     assert not (trained / "run" / "hf-step_000002").exists()
 

@@ -313,3 +313,9 @@ def test_json_lines_survive_separators_inside_strings(load, tmp_path):
         json.dumps({"question": "a\u2028b\u0085c", "answer": 1}, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     assert load(path).questions[0].text == "a\u2028b\u0085c"
+
+
+def test_an_id_that_cannot_be_stored_beside_an_answer_is_named(load, write_jsonl):
+    path = write_jsonl({"id": "é" * 32_768, "question": "1+1", "answer": "2"})
+    with pytest.raises(DataError, match=r"line 1: the id 'é.* has 65536 bytes, more than 65535"):
+        load(path, id_key="id")

@@ -16,6 +16,7 @@ from store_writer import SEGMENT_BYTES, answer_number
 
 from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.experience.answers import answer_fault
 from exgrpo_megatron.experience.encoding import HEADER_BYTES, decode, encode, is_whole, rounded
 from exgrpo_megatron.experience.ids import ABSENT, IdTable
 from exgrpo_megatron.experience.keeper import Keeper
@@ -256,3 +257,45 @@ def test_after_a_kill_at_any_instant_exactly_a_prefix_of_whole_records_is_there(
     writer.stdin.close()
     assert writer.wait(60) == 0
     assert most > 100
+
+
+def test_compaction_that_finds_no_room_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target, ids = keeper(tmp_path), IdTable()
+    fill(target, ids, range(200))
+    target.store.seal()
+    for number in range(30):
+        target.forget(ids.find(f"q{number}"))
+    before = target.store.segment_bytes
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", _no_room)
+        target.tidy()
+        target._compactor.wait()
+    target.tidy()
+    target._compactor.wait()
+    assert target.store.segment_bytes < before / 2
+    assert serials(target) == {serial for serial in range(200) if serial % 40 >= 30}
+
+
+def _no_room(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_question_may_have_thousands_of_answers(tmp_path: Path):
+    """Removed from the middle, forgotten, and their slots used again."""
+    target, ids = keeper(None), IdTable()
+    rows = [ids.intern(name) for name in "ab"]
+    for serial in range(3000):
+        answer = StoredAnswer(np.array([serial // 2], np.int32), np.array([-1.0], np.float32), 0, 0)
+        target.keep(rows[serial % 2], "ab"[serial % 2], [answer], serial)
+    target.drop(rows[0], 1000)
+    assert target.store.forget(rows[1])[0] == 1500
+    assert [int(answer.token_ids[0]) for answer in target.store.get(rows[0])] == [n for n in range(1500) if n != 500]
+    for serial in range(3000, 4000):
+        target.keep(rows[1], "b", [StoredAnswer(np.array([serial], np.int32), np.float32([-1]), 0, 0)], serial)
+    assert len(target.store._table) == 3000
+    assert target.store.num_answers == 1499 + 1000
+    assert len(target.store.slots(rows[1])) == 1000
+
+
+def test_a_negative_token_id_is_refused_by_name():
+    assert answer_fault(np.array([3, -1], np.int32), np.float32([-1, -1])) == "it has token id -1"

@@ -264,3 +264,67 @@ def test_a_folder_that_cannot_be_written_is_named_everywhere(tmp_path: Path):
         return str(caught.value)
 
     assert all("rank-00001" in message for message in on_ranks(2, 2, work))
+
+
+def test_what_ranks_that_are_no_more_left_is_deleted_too(tmp_path: Path):
+    def killed(comm: ThreadRank) -> None:
+        play(buffer_of(comm, tmp_path), seed=0, steps=4)
+
+    on_ranks(4, 1, killed)
+    assert len({path.parent for path in find_segments(tmp_path)}) == 4
+    on_ranks(2, 2, lambda comm: (buffer_of(comm, tmp_path), None)[1])
+    assert not list(tmp_path.glob("rank-*"))
+
+
+def test_damage_met_while_a_checkpoint_is_written_does_not_take_its_file_away(tmp_path: Path):
+    """The snapshot is taken first, the file set aside next, and linked last: as in a background save."""
+    buffer = buffer_of(SingleProcess(), tmp_path / "live", on_corruption="quarantine")
+    play(buffer, seed=0)
+    snapshot = buffer.snapshot()
+    before, path = buffer.num_answers, find_segments(tmp_path / "live")[0]
+    data = bytearray(path.read_bytes())
+    data[60] ^= 1
+    path.write_bytes(data)
+    buffer.intact([name for name, _ in buffer.questions()])
+    snapshot.save(tmp_path / "checkpoint")
+    assert not path.exists()
+    again = buffer_of(SingleProcess(), on_corruption="quarantine")
+    again.load(tmp_path / "checkpoint")
+    assert (before - again.num_answers, again.num_damaged) == (1, 1)
+
+
+@pytest.mark.parametrize("changed", ["payload", "name of the format"])
+def test_damage_in_what_a_killed_run_left_costs_one_answer_and_is_told(
+    changed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    buffer = buffer_of(SingleProcess(), tmp_path)
+    play(buffer, seed=0, steps=6)
+    whole = buffer_of(SingleProcess()).merge_file(tmp_path).answers
+    assert "no whole answers" not in caplog.text
+    (path,) = find_segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[60 if changed == "payload" else 3] ^= 1
+    path.write_bytes(data)
+    left = buffer_of(SingleProcess()).merge_file(tmp_path).answers
+    assert left == (whole - 1 if changed == "payload" else 0)
+    assert f"{path}: " in caplog.text
+    assert "are no whole answers" in caplog.text
+
+
+def test_a_lower_cap_a_question_holds_from_the_resume_on(tmp_path: Path):
+    """Everywhere alike, questions that no step touches included."""
+    buffer = buffer_of(SingleProcess(), tmp_path / "live")
+    play(buffer, seed=0)
+    buffer.snapshot().save(tmp_path / "checkpoint")
+    newest = {name: answers[-2:] for name, answers in kept(buffer).items()}
+    assert max(map(len, kept(buffer).values())) > 2
+
+    def resumed(comm: ThreadRank) -> Any:
+        capped = buffer_of(comm, max_answers_per_question=2)
+        capped.load(tmp_path / "checkpoint")
+        return everything(capped), kept(capped)
+
+    results = on_ranks(2, 2, resumed)
+    assert all(result[0] == results[0][0] for result in results)
+    assert union([part for _, part in results]) == newest
+    assert results[0][0][0][1] == [len(newest[name]) for name, _ in results[0][0][0][0]]

@@ -418,10 +418,10 @@ def test_blocks_of_rows_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "columns", "rows"), [(128, 32, 131072), (128, 1024, 4096), (512, 32768, 256), (1024, 151936, 512),
-                                    (4096, 151936, 1024), (64, 151936, 32)]
+    ("hidden", "columns", "rows"),
+    [(128, 32, 262144), (128, 1024, 8192), (512, 32768, 256), (1024, 151936, 204), (8192, 151936, 1024),
+     (64, 151936, 55)],
 )  # fmt: skip
 def test_chunks_are_sized_by_hand(hidden: int, columns: int, rows: int):
-    """Half of hidden but at most 1024, or as many as have 2^22 logits (131072 of 32 columns, 128 of 32768, 27 of
-    151936) if that is more."""
+    """A fifth of hidden but at most 1024, or as many as have 2^23 logits if that is more."""
     assert default_chunk_rows(hidden, columns) == rows

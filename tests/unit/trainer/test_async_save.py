@@ -123,6 +123,7 @@ def test_a_file_that_one_rank_cannot_read_is_named_on_all(tmp_path, monkeypatch)
 
     first, second = on_ranks(2, 1, verified)
     assert first == second
+    store_in(tmp_path).verify(folder.parent, excuse=lambda name: name == "policy/unreadable")
     assert first.startswith(f"{folder / 'unreadable'}: damaged; move step_000001 away")
 
 

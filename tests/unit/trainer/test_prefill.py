@@ -178,6 +178,13 @@ def test_a_recipe_that_cannot_be_prefilled_says_which_key_to_change(tmp_path, se
 def test_a_prefill_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
     absent = {"prefill_path": str(tmp_path / "absent")}
     with pytest.raises(ConfigError, match=r"absent'.*exgrpo prefill RECIPE"):
-        build.check_prefill(make_config(tmp_path, experience=absent))
-    build.check_prefill(make_config(tmp_path, experience={**absent, "enabled": False}))
-    build.check_prefill(make_config(tmp_path))
+        build.check_prefill(make_config(tmp_path, experience=absent), tmp_path / "run")
+    build.check_prefill(make_config(tmp_path, experience={**absent, "enabled": False}), tmp_path / "run")
+    build.check_prefill(make_config(tmp_path), tmp_path / "run")
+
+
+def test_a_run_does_not_begin_with_the_folder_that_it_would_empty_first(tmp_path):
+    own = tmp_path / "run" / "experience"
+    own.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"experience\.prefill_path = .*emptied first: move it away"):
+        build.check_prefill(make_config(tmp_path, experience={"prefill_path": str(own)}), own)
