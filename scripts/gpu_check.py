@@ -134,7 +134,7 @@ def run_tests(device: str, small: bool) -> tuple[bool, list[Result]]:
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TESTS_TIMEOUT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        print(error.stdout)
+        print(error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout)
         return False, [Result("tests against float64", f"not done after {TESTS_TIMEOUT_S} s")]
     summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else f"exit code {done.returncode}"
     if done.returncode != 0 or "skipped" in summary:
@@ -196,8 +196,9 @@ def linear_form(device: str, sizes: Sizes) -> list[Result]:
     inputs = loss_inputs(device, sizes)
 
     def step(form: fused.Form) -> None:
-        hidden.grad = weight.grad = None
         fused.token_loss(hidden, head, inputs, Objective(), form=form).loss.backward()
+        # Not at the next call: what that gave back would be missing from the memory it is seen to take.
+        hidden.grad = weight.grad = None
 
     def score() -> None:
         fused.score(hidden, head, inputs.targets)

@@ -83,7 +83,16 @@ def for_products(
     gradient: Float[Tensor, "rows columns"], weight: Float[Tensor, "columns hidden"]
 ) -> Float[Tensor, "rows columns"]:
     """The gradient of the logits in the precision that the two products of the backward pass read it in."""
-    return gradient.to(weight.dtype) if gradient.is_cuda else gradient
+    return with_same_strides(gradient, weight.dtype) if gradient.is_cuda else gradient
+
+
+def with_same_strides(rows: Float[Tensor, "rows columns"], dtype: torch.dtype) -> Float[Tensor, "rows columns"]:
+    """The rows in `dtype`, as far apart as they are: of some columns of wider rows `to` would make narrow ones, which
+    begin anywhere, and cuBLAS's fast kernels want rows of 16 bits to begin at multiples of 16 bytes."""
+    if rows.dtype == dtype:
+        return rows
+    wide = rows.new_empty(rows.shape[0], max(rows.stride(0), rows.shape[1]), dtype=dtype)
+    return wide[:, : rows.shape[1]].copy_(rows)
 
 
 def _converted(weight: Tensor, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -367,6 +367,15 @@ def test_what_is_frozen_gets_no_gradient(frozen: str):
         assert not fused.token_loss(hidden, OutputHead(weight, 11), inputs, Objective()).loss.requires_grad
 
 
+def test_rows_of_some_columns_stay_as_far_apart_in_16_bits():
+    """Of 128 columns 101 are no padding: narrow rows would begin at multiples of 202 bytes."""
+    logits = torch.randn(3, 128)[:, :101]
+    lower = products.with_same_strides(logits, torch.bfloat16)
+    assert lower.stride() == (128, 1)
+    assert torch.equal(lower, logits.bfloat16())
+    assert products.with_same_strides(logits, torch.float32) is logits
+
+
 def test_16_bit_weights_are_converted_in_one_place_however_many_chunks_there_are(monkeypatch: pytest.MonkeyPatch):
     """A new one for every chunk left holes between the results, and memory grew as the logits of all tokens would."""
     monkeypatch.setattr(products, "_CONVERTED_ELEMENTS", 40_000)
