@@ -89,7 +89,9 @@ def test_losses_and_what_is_replayed_are_those_of_the_run_that_was_not_stopped(r
     for mine, theirs in zip(moved, straight, strict=True):
         for name, value in theirs.items():
             if name.startswith(ALIKE) and name not in OF_A_LAYOUT:
-                assert mine[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (theirs["step"], name)
+                # Of thousands of tokens one extreme decides: what layouts round otherwise shows in full there.
+                close = 5e-5 if name.endswith(("/min", "/max")) else 1e-5
+                assert mine[name] == pytest.approx(value, abs=close, rel=close), (theirs["step"], name)
 
 
 def test_experience_order_and_position_are_the_same_at_the_end(
