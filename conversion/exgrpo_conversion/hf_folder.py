@@ -202,6 +202,8 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "tekken.json",
 )
+_CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder of the templates beside the default one, as transformers writes it."""
 
 
 def _shard_files(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -252,12 +254,19 @@ def copy_side_files(source_dir: Path, folder: Path, tokenizer_dir: str | Path | 
     """Copy generation settings, and of `tokenizer_dir` (None: the same) tokenizer and chat template, as far as there
     are any."""
     _copy(_SETTINGS, source_dir, folder)
-    _copy(_TOKENIZER_FILES, Path(tokenizer_dir or source_dir), folder)
+    tokenizer = Path(tokenizer_dir or source_dir)
+    _copy(_TOKENIZER_FILES, tokenizer, folder)
+    if (tokenizer / _CHAT_TEMPLATES).is_dir():
+        (folder / _CHAT_TEMPLATES).mkdir()
+        _copy(("*.jinja",), tokenizer / _CHAT_TEMPLATES, folder / _CHAT_TEMPLATES)
 
 
 def strange_entries(folder: Path) -> list[str]:
     """What is in a folder and in none that `write_hf_folder` or an export made; or what those have and it lacks."""
     names = {path.name for path in folder.iterdir()}
+    if (folder / _CHAT_TEMPLATES).is_dir() and not (folder / _CHAT_TEMPLATES).is_symlink():
+        strange = [path for path in (folder / _CHAT_TEMPLATES).iterdir() if path.suffix != ".jinja"]
+        names -= set() if strange else {_CHAT_TEMPLATES}
     patterns = (CONFIG_FILE, *_SETTINGS, *_TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", _CARD)
     strange = [
         name

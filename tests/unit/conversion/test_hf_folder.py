@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from exgrpo_conversion.architecture import Architecture
-from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config, write_hf_folder
+from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config, strange_entries, write_hf_folder
 from exgrpo_conversion.mapping import manifest
 
 TENSORS = tensors_of(tiny_model("llama", tied=False))
@@ -182,6 +182,17 @@ def test_a_small_model_is_one_file_with_its_tokenizer_and_config(tmp_path: Path,
     assert sorted(contents(tmp_path / "dst")) == files
     assert (tmp_path / "dst" / "merges.txt").read_text() == "merges.txt"
     assert leftovers(tmp_path) == []
+
+
+def test_templates_beside_the_default_one_go_along_and_the_folder_counts_as_written_here(tmp_path: Path, source: Path):
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    write(tmp_path / "dst", source)
+    copied = tmp_path / "dst" / "additional_chat_templates"
+    assert (copied / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert strange_entries(tmp_path / "dst") == []
+    (copied / "notes.txt").touch()
+    assert strange_entries(tmp_path / "dst") == ["additional_chat_templates"]
 
 
 def test_a_large_model_is_split_into_shards_no_larger_than_asked(tmp_path: Path, source: Path):
