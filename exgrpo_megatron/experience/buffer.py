@@ -30,7 +30,8 @@ class ExperienceBuffer:
     Every process holds the index (question -> bucket, number of answers) and the retired questions, and changes them
     alike: draws depend on them only, and so not on the number of ranks. The answers of a question are kept by one
     process, the first of the data-parallel rank that owns its shard: in segments in `folder`, or in memory where there
-    is none. Methods marked collective must be called on every process with the same arguments.
+    is none. Methods marked collective, and the making of one with a folder, must be called on every process with the
+    same arguments.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class ExperienceBuffer:
         self._config = config
         self._comm = comm
         mine = folder / f"rank-{comm.rank:05d}" if folder and comm.member == 0 else None
-        if folder and comm.member == 0:
-            delete_left_over(folder, comm.rank, comm.size)
+        if folder:
+            with together(comm):
+                if comm.member == 0:
+                    delete_left_over(folder, comm.rank, comm.size)
         self._state = BufferState(config, group_size, comm, Keeper(config, mine))
 
     @property

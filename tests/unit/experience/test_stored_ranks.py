@@ -328,3 +328,14 @@ def test_a_lower_cap_a_question_holds_from_the_resume_on(tmp_path: Path):
     assert all(result[0] == results[0][0] for result in results)
     assert union([part for _, part in results]) == newest
     assert results[0][0][0][1] == [len(newest[name]) for name, _ in results[0][0][0][0]]
+
+
+def test_what_was_left_and_cannot_be_deleted_is_named_everywhere(tmp_path: Path):
+    (tmp_path / "rank-00001" / "segment-000000.seg" / "in the way").mkdir(parents=True)
+
+    def work(comm: ThreadRank) -> str:
+        with pytest.raises(OSError, match="rank-00001/segment-000000") as caught:
+            buffer_of(comm, tmp_path)
+        return str(caught.value)
+
+    assert len(on_ranks(2, 2, work)) == 4
