@@ -120,6 +120,9 @@ def test_each_number_of_processes_wrote_as_many_files(
     assert [path.name for path in checkpoints] == ["step_000002", "step_000004", "step_000006"]
     files = [sorted((path / "experience").glob("index-*.parquet")) for path in checkpoints]
     assert [len(some) for some in files] == [2, 4, 1]
-    assert all(pq.ParquetFile(path).metadata.num_rows for some in files for path in some)
     totals = [len(stored_rows(path / "experience")) for path in checkpoints]
+    # Of so few questions a rank may own none.
+    rows = [[pq.ParquetFile(path).metadata.num_rows for path in some] for some in files]
+    assert [sum(some) for some in rows] == totals
+    assert all(sum(map(bool, some)) > 1 for some in rows[:2])
     assert totals[0] < totals[1]
