@@ -265,8 +265,8 @@ def strange_entries(folder: Path) -> list[str]:
     """What is in a folder and in none that `write_hf_folder` or an export made; or what those have and it lacks."""
     names = {path.name for path in folder.iterdir()}
     if (folder / _CHAT_TEMPLATES).is_dir() and not (folder / _CHAT_TEMPLATES).is_symlink():
-        strange = [path for path in (folder / _CHAT_TEMPLATES).iterdir() if path.suffix != ".jinja"]
-        names -= set() if strange else {_CHAT_TEMPLATES}
+        others = [path for path in (folder / _CHAT_TEMPLATES).iterdir() if path.suffix != ".jinja"]
+        names -= set() if others else {_CHAT_TEMPLATES}
     patterns = (CONFIG_FILE, *_SETTINGS, *_TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", _CARD)
     strange = [
         name
