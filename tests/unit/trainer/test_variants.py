@@ -245,7 +245,7 @@ def test_a_replayed_question_may_be_new_in_the_same_step_only_where_duplicates_a
     assert set(replayed_members(result.groups)) == {"q6", "q4"}
     assert fresh_ids(result) == new
     # Replayed: two of three and the stored answer, k = 3. New: k = 2, and of two groups the later one counts.
-    assert trainer.parts.experience._index.bucket("q6") == bucket
+    assert dict(trainer.parts.experience.questions())["q6"] == bucket
 
 
 @pytest.mark.parametrize("order", ["same", "reshuffle"])
