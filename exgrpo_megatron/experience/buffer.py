@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from exgrpo_megatron.comm import Communicator, all_gather_union, together
-from exgrpo_megatron.config import ExperienceConfig
+from exgrpo_megatron.config import BucketWeight, ExperienceConfig
 from exgrpo_megatron.experience.buckets import bucket_counts
 from exgrpo_megatron.experience.changes import Change, Kept, changes_of
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, answers_file, write_answers, write_summary
@@ -113,17 +113,24 @@ class ExperienceBuffer:
         """What this process keeps, by question."""
         return ((self._state.index.ids.name(row), answers) for row, answers in self._state.keeper.store.items())
 
-    def draw(self, n: int, rng: np.random.Generator, exclude: Collection[str] = frozenset()) -> list[str]:
+    def draw(
+        self,
+        n: int,
+        rng: np.random.Generator,
+        exclude: Collection[str] = frozenset(),
+        *,
+        weights: tuple[BucketWeight, float] | None = None,
+    ) -> list[str]:
         """Min(n, available) distinct questions to replay: a bucket by its weight, then uniformly within it.
 
-        `exclude`: questions that must not be drawn, such as those already in the batch. Time depends on `n`, not on
-        the number of stored questions.
+        `exclude`: questions that must not be drawn, such as those already in the batch. `weights`: kind and width, in
+        place of the section's. Time depends on `n`, not on the number of stored questions.
         """
-        weight = self._config.bucket_weight
-        assert weight is not None
+        assert self._config.bucket_weight is not None
+        weight, sigma = weights or (self._config.bucket_weight, self._config.bucket_sigma)
         excluded = self._state.index.positions(exclude)
         sizes = self._state.index.sizes - np.array([len(positions) for positions in excluded], dtype=np.int64)
-        counts = bucket_counts(weight, n, sizes, self._config.bucket_sigma, rng)
+        counts = bucket_counts(weight, n, sizes, sigma, rng)
         drawn = [
             question_id
             for bucket, (count, positions) in enumerate(zip(counts.tolist(), excluded, strict=True), start=1)
@@ -195,7 +202,7 @@ class ExperienceBuffer:
         `truncated`: those too that were cut off.
 
         Collective, with all groups on every process. With k correct of K: k == K retires the question and forgets its
-        answers; 0 < k < K stores the new correct answers and makes k the bucket of the question, if it has stored
+        answers, unless `experience.retire_from` is `never`: then it is as K - 1 of K; 0 < k < K stores the new correct answers and makes k the bucket of the question, if it has stored
         answers; k == 0 changes nothing. An answer without exactly one finite log-prob a token is refused. Then answers
         are evicted that are beyond a cap. Does nothing where `experience.enabled` is false.
 
@@ -209,7 +216,12 @@ class ExperienceBuffer:
             if group.size != self._state.group_size:
                 raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._state.group_size}")
         changes, report = changes_of(
-            groups, self._state.index.is_retired, step=step, collect=collect, truncated=truncated
+            groups,
+            self._state.index.is_retired,
+            step=step,
+            collect=collect,
+            truncated=truncated,
+            retire=self._config.retire_from != "never",
         )
         serials = self._state.take_serials([len(change.answers) for change in changes])
         with together(self._comm):
