@@ -46,6 +46,14 @@ class StoredAnswer:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """One question of a batch: new, or replayed with the stored answer that joins its group."""
+
+    question: Question
+    stored: StoredAnswer | None
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One member of a group: a response to its question, new or replayed."""
 

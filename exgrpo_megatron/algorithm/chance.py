@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+
 
 def stable_seed(*parts: object) -> int:
     """A 63-bit seed from the parts' texts in order: the same on every machine, rank and resume."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def generator(run_seed: int, step: int, name: str) -> np.random.Generator:
+    """The random numbers of one step for one purpose."""
+    return np.random.default_rng(stable_seed(run_seed, step, name))

@@ -8,6 +8,7 @@ Loading and overriding recipes is `recipe.py`.
 from __future__ import annotations
 
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
+from exgrpo_megatron.config.experience import AnswerChoice, BucketWeight, Eviction, ExperienceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
     Fp8Config,
@@ -18,11 +19,7 @@ from exgrpo_megatron.config.megatron import (
 )
 from exgrpo_megatron.config.objective import (
     VARIANTS,
-    AnswerChoice,
-    BucketWeight,
     EntropyBonus,
-    Eviction,
-    ExperienceConfig,
     GRPOConfig,
     LossConfig,
     Normalizer,

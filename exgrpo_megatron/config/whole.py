@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import model_validator
 
 from exgrpo_megatron.config.data import DataConfig
+from exgrpo_megatron.config.experience import ExperienceConfig
 from exgrpo_megatron.config.objective import (
     VARIANTS,
-    ExperienceConfig,
     GRPOConfig,
     LossConfig,
     VariantName,

@@ -62,7 +62,7 @@ def test_questions_are_drawn_from_buckets_by_the_weight_named(make, weight, sigm
             plant(trainer, name, [right(name)], k=k)
     assert trainer.parts.experience.bucket_sizes() == dict(enumerate(SIZES, start=1))
     steps = 800
-    drawn = [name for step in range(steps) for name in trainer._questions(step, mixed=True)[0]]
+    drawn = [name for step in range(steps) for name in trainer.replay.draw(step, mixed=True).replayed]
     assert len(drawn) == 2 * steps
     shares = np.bincount([bucket_of[name] for name in drawn], minlength=8)[1:] / len(drawn)
     # Four standard deviations of a share of 1600 draws.
