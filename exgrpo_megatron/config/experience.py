@@ -64,9 +64,7 @@ class ExperienceConfig(Section):
     allow_duplicates: bool | None = key(
         None, "a question may stand in a batch both as new and as replayed; null: as the variant says"
     )
-    shaping: Shaping = key(
-        "ratio", f"what a replayed token of a group has in place of its ratio w. {SHAPING_MEANING}"
-    )
+    shaping: Shaping = key("ratio", f"what a replayed token of a group has in place of its ratio w. {SHAPING_MEANING}")
     shaping_beta: PositiveFloat = key(DEFAULT_BETA, "b of the two ratio shapings")
     prefill_path: Name | None = key(
         None, "experience file of another run, or made by `exgrpo prefill`, to begin with", "path"
@@ -101,6 +99,12 @@ class ExperienceConfig(Section):
     def in_steps(self) -> bool:
         """Whether stored answers are trained on beside the groups, once replay steps begin."""
         return self.enabled and self.strategy != "exgrpo"
+
+    @property
+    def pass_rate_decay(self) -> float | None:
+        """Of the running pass rates that are kept; None: nobody asks for them."""
+        weighs = self.in_steps and self.replay_step.weight == "one_minus_pass_rate"
+        return self.replay_step.pass_rate_decay if weighs else None
 
     @model_validator(mode="after")
     def _shaping_has_its_keys(self) -> ExperienceConfig:

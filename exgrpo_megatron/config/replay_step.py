@@ -40,7 +40,7 @@ class ReplayStepConfig(Section):
     weight: Literal["one_minus_pass_rate", "one"] = key(
         "one_minus_pass_rate",
         "weight of a stored answer, in place of an advantage. one_minus_pass_rate: 1 - the running pass rate of its "
-        "question over new answers (k/K of its bucket while it has none); one: 1",
+        "question over new answers, which begins with its first group's mean; one: 1",
     )
     pass_rate_decay: Annotated[float, Field(ge=0, lt=1)] = key(
         0.5, "how much of a question's running pass rate stays when a group of new answers is added"

@@ -228,9 +228,10 @@ class ExperienceBuffer:
         `truncated`: those too that were cut off.
 
         Collective, with all groups on every process. With k correct of K: k == K retires the question and forgets its
-        answers, unless `experience.retire_from` is `never`: then it is as K - 1 of K; 0 < k < K stores the new correct answers and makes k the bucket of the question, if it has stored
-        answers; k == 0 changes nothing. An answer without exactly one finite log-prob a token is refused. Then answers
-        are evicted that are beyond a cap. Does nothing where `experience.enabled` is false.
+        answers, unless `experience.retire_from` is `never`: then all are stored, and its bucket is K - 1; 0 < k < K
+        stores the new correct answers and makes k the bucket of the question, if it has stored answers; k == 0 changes
+        nothing. An answer without exactly one finite log-prob a token is refused. Then answers are evicted that are
+        beyond a cap. Does nothing where `experience.enabled` is false.
 
         Raises:
             ValueError: a group is not of the buffer's group size.

@@ -13,14 +13,14 @@ from torch import Tensor
 Shaping = Literal["ratio", "normalized_ratio", "none", "sqrt", "clip", "log_prob"]
 """What replayed tokens have in place of the ratio w, b being `Objective.shaping_beta`.
 
-| name | term | its derivative in the log-prob, the push |
-|---|---|---|
-| `ratio` | w / (w + b) | w b / (w + b)^2: 0.083 at w = 1 for b = 0.1, at most 1/4, at w = b |
-| `normalized_ratio` | (1 + b)^2 / b x w / (w + b) | w (1 + b)^2 / (w + b)^2: 1 at w = 1, at most (1 + b)^2 / 4b, at w = b |
-| `none` | w | w |
-| `sqrt` | square root of w | half of that |
-| `clip` | w, clipped as PPO does | w, or 0 where it is clipped |
-| `log_prob` | the log-prob | 1, whatever w |
+| name | term | push: its derivative in the log-prob | at w = 1 | at most |
+|---|---|---|---|---|
+| `ratio` | w / (w + b) | w b / (w + b)^2 | b / (1 + b)^2 | 1/4, at w = b |
+| `normalized_ratio` | (1 + b)^2 / b x w / (w + b) | w (1 + b)^2 / (w + b)^2 | 1 | (1 + b)^2 / 4b, at w = b |
+| `none` | w | w | 1 | no bound |
+| `sqrt` | square root of w | half of that | 1/2 | no bound |
+| `clip` | w, clipped as PPO does | w, or 0 where it is clipped | 1 | 1 + clip_max for an advantage above 0 |
+| `log_prob` | the log-prob | 1 | 1 | 1 |
 """
 
 # Its exponential is 0 in float32 and float64.
