@@ -2,8 +2,9 @@ r"""The replay step (`experience.strategy`, `experience.replay_step`) through `T
 
 Unless a test says otherwise: B = 4 questions, K = 4 answers, responses of at most 96 tokens, no entropy bonus, no
 weight decay, and nobody answers right, so that updates on new answers change nothing and a planted answer still has the
-ratio it was planted with. Seed 10 puts q6 q4 q2 q12 first. Right answers of q1 to q8, such as `\boxed{2}`, have 4 tokens with
-the EOS. A planted answer comes with a group of four of which k are right: the running pass rate begins with k/4.
+ratio it was planted with. Seed 10 puts q6 q4 q2 q12 first. Right answers of q1 to q8, such as `\boxed{2}`, have 4
+tokens with the EOS. A planted answer comes with a group of four of which k are right: the running pass rate begins with
+k/4.
 """
 
 import numpy as np
