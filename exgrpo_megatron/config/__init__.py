@@ -8,7 +8,7 @@ Loading and overriding recipes is `recipe.py`.
 from __future__ import annotations
 
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
-from exgrpo_megatron.config.experience import AnswerChoice, BucketWeight, Eviction, ExperienceConfig
+from exgrpo_megatron.config.experience import AnswerChoice, BucketWeight, Difficulty, Eviction, ExperienceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
     Fp8Config,
@@ -70,6 +70,7 @@ __all__ = [
     "Count",
     "DataConfig",
     "DataSourceConfig",
+    "Difficulty",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EntropyBonus",
