@@ -60,6 +60,9 @@ METRICS: dict[str, Metric] = {
     "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient but a penalty's)"),
     "experience/replay_on": Metric("0 or 1", "1: the step was in the mixed phase, or had a replay step"),
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
+    "experience/drawable_questions": Metric(
+        "questions", "those in the buffer that the step could draw from: within difficulty_range and entropy_percentile"
+    ),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
     "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
     "experience/stored_bytes": Metric("bytes", "their size on disk"),

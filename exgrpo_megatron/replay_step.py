@@ -46,6 +46,8 @@ class ReplayStep:
             return []
         rng = generator(self.config.grpo.seed, step, f"replay step {number}, draw")
         drawn = experience.intact(experience.draw(size, rng, weights=(keys.bucket_weight, keys.bucket_sigma)))
+        if not drawn:
+            return []
         selection = self.replay.choose(drawn, keys.answer_choice, step, f"replay step {number}, answer")
         weighted = keys.weight == "one_minus_pass_rate"
         pass_rates = experience.running_pass_rates(drawn).tolist() if weighted else [0.0] * len(drawn)

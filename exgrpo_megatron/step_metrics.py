@@ -65,6 +65,8 @@ class StepRecord:
     num_padded: int
     num_discarded: int
     """New questions thrown away."""
+    num_drawable: int
+    """Stored questions that the step could draw from."""
     retired_kept: list[str]
     """Questions retired in the step that stay among the new ones."""
     mixed: bool
@@ -159,6 +161,7 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     return {
         "experience/replay_on": float(record.mixed or bool(record.stored.sequences)),
         "experience/replayed_questions": len(ages),
+        "experience/drawable_questions": record.num_drawable,
         "experience/buffer_questions": experience.num_questions,
         "experience/stored_answers": experience.num_answers,
         "experience/stored_bytes": experience.num_bytes,

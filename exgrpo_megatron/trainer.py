@@ -88,6 +88,7 @@ class Trainer:
             num_scored=selection.num_scored,
             num_padded=selection.num_padded,
             num_discarded=drawn.num_discarded,
+            num_drawable=drawn.num_drawable,
             retired_kept=retired_kept,
             mixed=mixed,
             total_skipped=self.skipped_updates,

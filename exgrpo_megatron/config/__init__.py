@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
-from exgrpo_megatron.config.experience import Eviction, ExperienceConfig
+from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
     Fp8Config,
@@ -72,6 +72,7 @@ __all__ = [
     "Count",
     "DataConfig",
     "DataSourceConfig",
+    "Difficulty",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EntropyBonus",
