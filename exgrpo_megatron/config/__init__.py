@@ -8,7 +8,7 @@ Loading and overriding recipes is `recipe.py`.
 from __future__ import annotations
 
 from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
-from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
+from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
 from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
@@ -93,6 +93,7 @@ __all__ = [
     "NonNegativeFloat",
     "Normalizer",
     "OptimizerConfig",
+    "PassRateBand",
     "PolicyConfig",
     "PositiveFloat",
     "PositiveInt",
