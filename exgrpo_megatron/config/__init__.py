@@ -7,8 +7,16 @@ Loading and overriding recipes is `recipe.py`.
 
 from __future__ import annotations
 
+from exgrpo_megatron.config.alarms import AlarmsConfig
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
-from exgrpo_megatron.config.experience import AnswerChoice, BucketWeight, Eviction, ExperienceConfig
+from exgrpo_megatron.config.experience import (
+    AnswerChoice,
+    BucketWeight,
+    Eviction,
+    ExperienceConfig,
+    ReturnRetiredConfig,
+)
+from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
     Fp8Config,
@@ -59,9 +67,11 @@ from exgrpo_megatron.config.section import (
 from exgrpo_megatron.config.whole import Config, fill_variant
 
 __all__ = [
+    "GUARD_LIMITS",
     "MIN_VLLM_TEMPERATURE",
     "VARIANTS",
     "AgreementConfig",
+    "AlarmsConfig",
     "AnswerChoice",
     "BucketWeight",
     "CheckpointConfig",
@@ -80,6 +90,7 @@ __all__ = [
     "Fp8Config",
     "GRPOConfig",
     "GenerationConfig",
+    "GuardsConfig",
     "LoggerConfig",
     "LossConfig",
     "LossKernel",
@@ -93,6 +104,7 @@ __all__ = [
     "PolicyConfig",
     "PositiveFloat",
     "PositiveInt",
+    "ReturnRetiredConfig",
     "RewardShapingConfig",
     "SFTConfig",
     "SchedulerConfig",
