@@ -1,4 +1,4 @@
-"""What each limit looks at, how long a guard holds, and what it says; through `Trainer.step`: test_replay_control.py."""
+"""What each limit looks at, how long a guard holds, what it says; through `Trainer.step`: test_replay_control.py."""
 
 from __future__ import annotations
 
