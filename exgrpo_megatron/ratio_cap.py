@@ -5,23 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from exgrpo_megatron.parts import Policy
+from exgrpo_megatron.parts import Parts, score_shared
 from exgrpo_megatron.types import ScoredSequence, TrainSequence
 
 
-def capped(
-    sequences: list[TrainSequence], policy: Policy, temperature: float, cap: float
-) -> tuple[list[TrainSequence], int]:
-    """The sequences of this rank, with weight 0 for replayed tokens whose w is above `cap` under the policy as it is
-    now, and how many these are. Collective as `Policy.score` is.
+def capped(parts: Parts, sequences: list[TrainSequence], cap: float | None) -> tuple[list[TrainSequence], int]:
+    """The sequences of an optimiser step, with weight 0 for replayed tokens whose w is above `cap` under the policy as
+    it is now, and how many these are; None: no cap. Collective, with the same sequences on every process.
 
     That is the gradient of min(w, cap), whatever the shaping; the entropy bonus stays.
     """
+    if cap is None:
+        return sequences, 0
     replayed = [i for i, sequence in enumerate(sequences) if sequence.replayed]
-    pairs = [(sequences[i].prompt_ids, sequences[i].response_ids) for i in replayed]
+    scores = score_shared(parts, [(sequences[i].prompt_ids, sequences[i].response_ids) for i in replayed])
     result, count = list(sequences), 0
-    for i, scored in zip(replayed, policy.score(pairs, temperature), strict=True):
+    for i, scored in zip(replayed, scores, strict=True):
         beyond = _beyond(sequences[i], scored, cap)
         count += int(beyond.sum())
         weights = sequences[i].token_weights
@@ -30,7 +31,7 @@ def capped(
     return result, count
 
 
-def _beyond(sequence: TrainSequence, scored: ScoredSequence, cap: float) -> np.ndarray:
+def _beyond(sequence: TrainSequence, scored: ScoredSequence, cap: float) -> NDArray[np.bool_]:
     log_ratio = scored.logprobs.astype(np.float64) - sequence.old_logprobs
     # Not "above": a ratio that is no number has no gradient either.
     return ~(log_ratio <= np.log(cap))

@@ -35,7 +35,7 @@ class Retirement:
     def after_step(self, step: int, newly_retired: list[str]) -> Retired:
         """Leave the step's retired questions out of later epochs, and bring back those whose turn it is."""
         config, kept = self._parts.config, []
-        if config.experience.retire_from != "replay":
+        if config.experience.retire_from == "replay_and_fresh":
             reserve = config.grpo.num_prompts_per_step + QUESTIONS_BEYOND_A_BATCH
             kept = self._parts.order.remove(newly_retired, reserve)
         num_returned = self._bring_back(step)

@@ -33,20 +33,25 @@ class Guards:
         return self._config.action == "on_policy" and self.held(step)
 
     def crossed(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Limits that the metrics of a step that replays cross, by key, with what was found; NaN crosses any."""
-        found = {name: metrics[GUARD_LIMITS[name]] for name in self._config.limits if GUARD_LIMITS[name] in metrics}
-        return {name: value for name, value in found.items() if not self._within(name, value)}
+        """What of the metrics of a step that replays is beyond a limit, by metric; NaN is beyond any."""
+        return {
+            metric: metrics[metric]
+            for name in self._config.limits
+            for metric in GUARD_LIMITS[name]
+            if metric in metrics and not self._within(name, metrics[metric])
+        }
 
     def observe(self, step: int, crossed: Mapping[str, float]) -> list[str]:
-        """Take in which limits the step just done crossed; returns the warning, if there is one to give."""
+        """Take in what of the step just done was beyond a limit; returns the warning, if there is one to give."""
         if not crossed:
             return []
         self._crossings += 1
         self._hold_until = step + self._config.hold_steps
-        limits = self._config.limits
         listed = "; ".join(
-            f"{GUARD_LIMITS[name]} = {value:.4g} (experience.guards.{name} = {limits[name]:g})"
-            for name, value in crossed.items()
+            f"{metric} = {crossed[metric]:.4g} (experience.guards.{name} = {limit:g})"
+            for name, limit in self._config.limits.items()
+            for metric in GUARD_LIMITS[name]
+            if metric in crossed
         )
         return [f"guard of replay crossed: {listed}. {self._what_is_done(step)}"]
 

@@ -8,14 +8,9 @@ Loading and overriding recipes is `recipe.py`.
 from __future__ import annotations
 
 from exgrpo_megatron.config.alarms import AlarmsConfig
+from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
-from exgrpo_megatron.config.experience import (
-    AnswerChoice,
-    BucketWeight,
-    Eviction,
-    ExperienceConfig,
-    ReturnRetiredConfig,
-)
+from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
 from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
@@ -42,6 +37,7 @@ from exgrpo_megatron.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
+from exgrpo_megatron.config.replay_step import ReplayStepConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE, AgreementConfig, GenerationConfig, VllmConfig
 from exgrpo_megatron.config.run import (
     CheckpointConfig,
@@ -80,6 +76,7 @@ __all__ = [
     "Count",
     "DataConfig",
     "DataSourceConfig",
+    "Difficulty",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EntropyBonus",
@@ -104,6 +101,7 @@ __all__ = [
     "PolicyConfig",
     "PositiveFloat",
     "PositiveInt",
+    "ReplayStepConfig",
     "ReturnRetiredConfig",
     "RewardShapingConfig",
     "SFTConfig",
@@ -111,6 +109,7 @@ __all__ = [
     "Section",
     "Seed",
     "SequencePackingConfig",
+    "Shaping",
     "Share",
     "Temperature",
     "TokenizerConfig",

@@ -9,21 +9,23 @@ from pydantic import model_validator
 from exgrpo_megatron.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Share, key
 
 GUARD_LIMITS = {
-    "min_ess_replayed": "ratio_replayed/ess",
-    "min_ess_fresh": "ratio_fresh/ess",
-    "max_ratio_replayed": "ratio_replayed/max",
-    "max_ratio_fresh": "ratio_fresh/max",
-    "max_kl_replayed": "ratio_replayed/k3",
-    "max_kl_fresh": "ratio_fresh/k3",
+    "min_ess_replayed": ("ratio_replayed/ess", "ratio_replay_step/ess"),
+    "min_ess_fresh": ("ratio_fresh/ess",),
+    "max_ratio_replayed": ("ratio_replayed/max", "ratio_replay_step/max"),
+    "max_ratio_fresh": ("ratio_fresh/max",),
+    "max_kl_replayed": ("ratio_replayed/k3", "ratio_replay_step/k3"),
+    "max_kl_fresh": ("ratio_fresh/k3",),
 }
-"""Key of each limit -> the metric that it looks at."""
+"""Key of each limit -> the metrics that it looks at, each by itself."""
 
 
 class GuardsConfig(Section):
     """Guards of steps that replay: limits (null: none), and what is done from the next step on where one is crossed."""
 
     min_ess_replayed: Share | None = key(
-        None, "least effective sample size / tokens of the ratios of replayed tokens, against their recorded log-probs"
+        None,
+        "least effective sample size / tokens of the ratios of replayed tokens, against their recorded log-probs: of "
+        "those in groups, and of those in replay steps",
     )
     min_ess_fresh: Share | None = key(None, "the same of new response tokens, in steps that replay")
     max_ratio_replayed: PositiveFloat | None = key(None, "largest ratio w of a replayed token")

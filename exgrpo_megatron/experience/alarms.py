@@ -34,7 +34,7 @@ ALARMS: dict[str, Alarm] = {
         "add questions (data.train), or bring retired ones back (experience.return_retired)",
     ),
     "max_mean_age_steps": Alarm(
-        "experience/mean_age_steps", False, "mean age of the replayed answers in steps",
+        "freshness/age_steps_mean", False, "mean age of the replayed answers in steps",
         "keep fewer and newer answers (experience.max_answers_per_question, max_answers), or lower "
         "experience.replay_ratio",
     ),

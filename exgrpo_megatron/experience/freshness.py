@@ -30,7 +30,7 @@ class StepSeen:
     epoch_length: int
     """Questions of the next epoch."""
     replayed: Sequence[tuple[str, StoredAnswer]]
-    """Replayed answers with their questions."""
+    """Replayed answers with their questions, of groups and of replay steps."""
     report: RecordReport
 
 
@@ -108,13 +108,13 @@ class Freshness:
 
 
 def _ages(seen: StepSeen) -> dict[str, float]:
-    """Beside `experience/mean_age_steps`."""
     steps = [seen.step - answer.step for _, answer in seen.replayed]
     # The versions of a prefilled answer's weights, stored at step 0, are those of another run.
     versions = [seen.version - answer.policy_version for _, answer in seen.replayed if answer.step > 0]
-    metrics = {} if not versions else {"freshness/age_versions_mean": float(np.mean(versions))}
+    metrics: dict[str, float] = {}
     for unit, values in (("steps", steps), ("versions", versions)):
         if values:
+            metrics[f"freshness/age_{unit}_mean"] = float(np.mean(values))
             metrics[f"freshness/age_{unit}_median"] = float(np.median(values))
             metrics[f"freshness/age_{unit}_max"] = max(values)
     return metrics

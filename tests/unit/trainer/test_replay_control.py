@@ -59,14 +59,15 @@ def test_replay_starts_with_its_step_or_with_the_second_epoch(make, start, repla
 
 
 def test_replay_goes_off_below_the_stop_and_on_again_above_the_start(make):
-    right_of_four = iter([2, 1, 0, 1, 2, 2])
+    good = 0
 
     def script(question_id, samples):
         return [*[right(question_id)] * good, *[wrong(question_id)] * 4][:samples]
 
     trainer = make(script, experience={"start_pass_rate": 0.4, "stop_pass_rate": 0.1})
     found = []
-    for good in right_of_four:
+    for right_of_four in (2, 1, 0, 1, 2, 2):
+        good = right_of_four
         found.append(trainer.step().metrics)
     # .5 turns on; .25 stays; 0 turns off, although the stored answers of the step's replayed groups, 2 of 16, make
     # .125 of all its answers right; .25 stays off; .5 turns on.

@@ -26,11 +26,18 @@ def untimed(path):
 
 
 @pytest.mark.parametrize(
-    ("start_pass_rate", "replayed"), [(None, [0, 2, 2, 2, 2, 2]), (0.3, [0, 0, 0, 0, 2, 2])], ids=["replay on", "off"]
+    ("experience", "replayed"),
+    [
+        ({"start_pass_rate": None}, [0, 2, 2, 2, 2, 2]),
+        ({"start_pass_rate": 0.3}, [0, 0, 0, 0, 2, 2]),
+        ({"strategy": "replay_step"}, [0] * 6),
+    ],
+    ids=["replay on", "off", "replay step"],
 )
-def test_three_steps_a_stop_and_three_more_equal_six(tmp_path, run_steps, stored_rows, start_pass_rate, replayed):
+def test_three_steps_a_stop_and_three_more_equal_six(tmp_path, run_steps, stored_rows, experience, replayed):
     # Steps 1-3 have one right of four, step 4 two: with the start at 0.3, replay begins with step 5, after the stop.
-    options = {"experience": {"start_pass_rate": start_pass_rate}, "checkpointing": {"export_hf": False}}
+    # (The script goes by the weights' version, which replay steps double: there, step 3 is the first with two.)
+    options = {"experience": experience, "checkpointing": {"export_hf": False}}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
