@@ -292,6 +292,12 @@ class ExperienceBuffer:
         self._state.refresh_entropies(change.question_id for change in changes)
         return report
 
+    def bring_back(self, question_ids: Collection[str]) -> None:
+        """Questions are retired no longer: stored again with their next group that is neither all wrong nor all right.
+        Their answers were forgotten when they retired. To be called alike on every process."""
+        for question_id in question_ids:
+            self._state.index.bring_back(question_id)
+
     def keep_only(self, known: Collection[str]) -> int:
         """Forget stored questions that are not in `known` (a hash set); returns how many were forgotten. Collective."""
         unknown = [question_id for question_id, _ in self._state.index.items() if question_id not in known]
