@@ -226,7 +226,9 @@ def build_parts(
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
     group_size = config.grpo.num_generations_per_prompt
-    experience = ExperienceBuffer(config.experience, group_size, comm, experience_folder)
+    experience = ExperienceBuffer(
+        config.experience, group_size, comm, experience_folder, pass_rate_decay=config.experience.pass_rate_decay
+    )
     return Parts(
         config=config,
         comm=comm,

@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
     "groups/none_correct": Metric("share", "groups of the step without a correct answer (no gradient but a penalty's)"),
     "groups/mixed": Metric("share", "groups of the step with correct and other answers"),
     "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient but a penalty's)"),
-    "experience/replay_on": Metric("0 or 1", "1: the step was in the mixed phase"),
+    "experience/replay_on": Metric("0 or 1", "1: the step was in the mixed phase, or had a replay step"),
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
     "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
@@ -83,7 +83,29 @@ METRICS: dict[str, Metric] = {
     "experience/bucket_<k>": Metric(
         "questions", "questions in the buffer whose latest group with a correct answer had k"
     ),
-    "policy/loss": Metric("", "loss, mean over the optimiser steps of the step"),
+    "replay_step/answers": Metric("answers", "stored answers trained on beside the groups (strategy: not exgrpo)"),
+    "replay_step/updates": Metric("updates", "optimiser steps on them; 0: nothing is stored, or they join others"),
+    "replay_step/loss": Metric("", "loss, mean over these optimiser steps"),
+    "replay_step/grad_norm": Metric("", "global L2 norm of the gradient before clipping, largest of them"),
+    "replay_step/learning_rate": Metric("", "learning rate of the last of them"),
+    "replay_step/skipped_updates": Metric("updates", "those skipped: loss or norm not finite, or norm too large"),
+    "replay_step/mean_weight": Metric("", "mean weight of these answers: 1 - running pass rate, or 1"),
+    "replay_step/mean_push": Metric(
+        "", "by how much of its weight a token's log-prob is pushed, mean; a new token's is 1 at w = 1"
+    ),
+    "replay_step/mean_age_steps": Metric("steps", "mean steps since these answers were stored"),
+    "replay_step/clamped_ratios": Metric("tokens", "log-ratios of theirs beyond loss_fn.max_abs_log_ratio, clamped"),
+    **{
+        f"ratio_replay_step/{stat}": Metric(
+            "", f"{words} ratio w of the tokens of replay steps, against their recorded log-probs"
+        )
+        for stat, words in RATIO_STATS.items()
+    },
+    "budget/answers": Metric("answers", "new answers generated so far, without evaluations"),
+    "budget/tokens": Metric("tokens", "response tokens generated so far"),
+    "budget/stored_answers": Metric("answers", "stored answers trained on so far, each time they were"),
+    "budget/optimizer_steps": Metric("updates", "optimiser steps applied so far, replay steps included"),
+    "policy/loss": Metric("", "loss, mean over the optimiser steps of the step (here and below: on new answers)"),
     "policy/entropy": Metric("nats", "mean entropy over response tokens, before their optimiser step"),
     "policy/entropy_fresh": Metric("nats", "the same over new response tokens"),
     "policy/entropy_replayed": Metric("nats", "the same over replayed tokens"),
@@ -141,6 +163,7 @@ METRICS: dict[str, Metric] = {
     "time/reward_s": Metric("s", "verifying answers"),
     "time/old_logprobs_s": Metric("s", "recomputing the denominators of the ratio"),
     "time/update_s": Metric("s", "forward, backward and optimiser"),
+    "time/replay_step_s": Metric("s", "replay steps: drawing, reading, forward, backward and optimiser"),
     "time/push_s": Metric("s", "handing new weights to the rollout engine"),
     "time/record_s": Metric("s", "recording groups into experience"),
     "time/step_s": Metric("s", "the whole step, without evaluation and checkpoints"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from exgrpo_megatron.algorithm.chance import generator
 from exgrpo_megatron.algorithm.replay_schedule import num_replayed
+from exgrpo_megatron.config import AnswerChoice
 from exgrpo_megatron.experience.selection import choose_answer, needs_scoring
 from exgrpo_megatron.experience.text_form import as_text_answer, as_text_tokens
 from exgrpo_megatron.parts import Parts, score_shared
@@ -59,11 +61,19 @@ class ReplayDraw:
         return Drawn(drawn, fresh, num_discarded)
 
     def select(self, drawn: list[str], step: int) -> Selection:
-        """For each drawn question the stored answer to replay; only the drawn questions' answers are scored."""
-        experience, choice = self.parts.experience, self.config.experience.answer_choice
+        """For each drawn question the stored answer that joins its group."""
+        choice = self.config.experience.answer_choice
         assert choice is not None
+        return self.choose(drawn, choice, step, "answer")
+
+    def choose(self, drawn: Sequence[str], choice: AnswerChoice, step: int, purpose: str) -> Selection:
+        """For each drawn question a stored answer; only the drawn questions' answers are scored, if any are.
+
+        `purpose` names the random numbers.
+        """
+        experience = self.parts.experience
         scored = self._scored_candidates([name for name in drawn if needs_scoring(choice, experience.count(name))])
-        rng = generator(self.config.grpo.seed, step, "answer")
+        rng = generator(self.config.grpo.seed, step, purpose)
         chosen = [
             (name, choose_answer(choice, scored.get(name, [None] * experience.count(name)), rng)) for name in drawn
         ]

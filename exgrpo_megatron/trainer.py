@@ -6,16 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from exgrpo_megatron.algorithm.batch import balanced_shares, minibatches, objective, train_sequences
+from exgrpo_megatron.algorithm.batch import minibatches, objective, train_sequences
 from exgrpo_megatron.algorithm.chance import generator
 from exgrpo_megatron.algorithm.replay_schedule import ReplaySchedule
+from exgrpo_megatron.algorithm.replay_step import replay_objective
+from exgrpo_megatron.budget import Budget
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.graded_rollouts import GradedRollouts
-from exgrpo_megatron.parts import Parts
+from exgrpo_megatron.parts import Parts, update_shared
 from exgrpo_megatron.replay_draw import ReplayDraw
+from exgrpo_megatron.replay_step import ReplayStep
+from exgrpo_megatron.replay_step_metrics import ReplayStepRecord
 from exgrpo_megatron.rewards.alarm import RewardAlarm
 from exgrpo_megatron.step_metrics import StepClock, StepRecord, pass_rate, step_metrics, step_warnings
-from exgrpo_megatron.types import Group, Slot, UpdateResult
+from exgrpo_megatron.types import Group, Slot, TrainSequence, UpdateResult
 
 QUESTIONS_BEYOND_A_BATCH = 20
 """The stream of new questions is never reduced to fewer than a batch and these, as in the released code."""
@@ -40,8 +44,10 @@ class Trainer:
         self.schedule = ReplaySchedule(parts.config.experience)
         self.alarm = RewardAlarm(parts.config.env.math)
         self.replay = ReplayDraw(parts)
+        self.replay_step = ReplayStep(parts, self.replay)
         self.questions = self.replay.questions
         self.rollouts = GradedRollouts(parts)
+        self.budget = Budget()
         self.last_step = 0
         self.skipped_updates = 0
 
@@ -53,7 +59,7 @@ class Trainer:
                 return
 
     def step(self) -> StepResult:
-        """One iteration: questions, rollouts, rewards, updates, experience."""
+        """One iteration: questions, rollouts, rewards, experience, updates."""
         step, clock, mixed = self.last_step + 1, StepClock(), self.schedule.on
         with clock.phase("draw"):
             drawn = self.replay.draw(step, mixed=mixed)
@@ -61,17 +67,22 @@ class Trainer:
             selection = self.replay.select(drawn.replayed, step)
         slots = [*selection.slots, *(Slot(question, None) for question in drawn.fresh)]
         groups, verdicts = self.rollouts.groups(slots, step, clock)
-        with clock.phase("update"):
-            updates = self._update(groups, step, mixed)
-        with clock.phase("push"):
-            self.push_weights()
         with clock.phase("record"):
             report, retired_kept = self._record(groups, step)
+        with clock.phase("update"):
+            stored = self.replay_step.joining(step)
+            updates = self._update(groups, stored.sequences, step, mixed)
+        with clock.phase("replay_step"):
+            stored = stored if stored.sequences else self.replay_step.run(step)
+        with clock.phase("push"):
+            self.push_weights()
+        self._observe(groups, updates, stored)
         self.last_step = step
         record = StepRecord(
             groups=groups,
             verdicts=verdicts,
             updates=updates,
+            stored=stored,
             report=report,
             replay_ages=[step - slot.stored.step for slot in slots if slot.stored],
             num_scored=selection.num_scored,
@@ -80,6 +91,7 @@ class Trainer:
             retired_kept=retired_kept,
             mixed=mixed,
             total_skipped=self.skipped_updates,
+            budget=self.budget,
         )
         metrics = step_metrics(self.parts, record, clock)
         return StepResult(step, groups, metrics, [*self.alarm.observe(verdicts), *step_warnings(record)])
@@ -94,6 +106,8 @@ class Trainer:
             "step": self.last_step,
             "skipped_updates": self.skipped_updates,
             "schedule": self.schedule.state_dict(),
+            "replay_step": self.replay_step.schedule.state_dict(),
+            "budget": self.budget.state_dict(),
             "alarm": self.alarm.state_dict(),
             "order": self.parts.order.state_dict(),
         }
@@ -103,27 +117,30 @@ class Trainer:
         self.last_step = state["step"]
         self.skipped_updates = state["skipped_updates"]
         self.schedule.load_state_dict(state["schedule"])
+        # Checkpoints of before there were replay steps have neither of the two.
+        self.replay_step.schedule.load_state_dict(state.get("replay_step", {"on": False}))
+        self.budget = Budget.resumed(state.get("budget"))
         self.alarm.load_state_dict(state["alarm"])
         self.parts.order.load_state_dict(state["order"])
 
-    def _update(self, groups: list[Group], step: int, mixed: bool) -> list[UpdateResult]:
-        """One optimiser step a minibatch of whole groups; each rank trains a token-balanced share."""
-        config, comm = self.config, self.parts.comm
+    def _update(self, groups: list[Group], stored: list[TrainSequence], step: int, mixed: bool) -> list[UpdateResult]:
+        """One optimiser step a minibatch of whole groups, which stored answers may join."""
+        config = self.config
+        terms = replay_objective(config) if stored else objective(config, mixed=mixed)
         per_micro_batch = config.loss_fn.entropy_bonus == "per_micro_batch"
         results = []
         rng = generator(config.grpo.seed, step, "minibatches")
         for part in minibatches(groups, config.updates_per_step, rng):
-            sequences = train_sequences(part, config, data_parallel_size=comm.size)
-            share = balanced_shares([sequence.num_tokens for sequence in sequences], comm.size)[comm.rank]
-            result = self.parts.policy.update(
-                [sequences[i] for i in share],
-                objective(config, mixed=mixed),
-                temperature=self.parts.sampling.temperature,
-                micro_batch_entropy_coeff=config.loss_fn.entropy_coeff if per_micro_batch else 0.0,
-            )
-            self.skipped_updates += result.skipped
-            results.append(result)
+            sequences = train_sequences(part, config, data_parallel_size=self.parts.comm.size)
+            coeff = config.loss_fn.entropy_coeff if per_micro_batch else 0.0
+            results.append(update_shared(self.parts, [*sequences, *stored], terms, micro_batch_entropy_coeff=coeff))
         return results
+
+    def _observe(self, groups: list[Group], updates: list[UpdateResult], stored: ReplayStepRecord) -> None:
+        """What counts over the run, and whether replay steps begin with the next step."""
+        self.skipped_updates += sum(update.skipped for update in [*updates, *stored.updates])
+        self.budget.add(groups, len(stored.sequences))
+        self.replay_step.schedule.observe(pass_rate(groups))
 
     def _record(self, groups: list[Group], step: int) -> tuple[RecordReport, list[str]]:
         """Store, retire, and decide whether replay starts with the next step.
@@ -131,10 +148,13 @@ class Trainer:
         Returns the report, and the retired questions that nevertheless stay among the new ones.
         """
         report = self.parts.experience.record(
-            groups, step=step, collect=self.schedule.collecting, truncated=not self.config.grpo.overlong_filtering
+            groups,
+            step=step,
+            collect=self.schedule.collecting or self.replay_step.schedule.on,
+            truncated=not self.config.grpo.overlong_filtering,
         )
         self.schedule.observe(pass_rate(groups))
-        if self.config.experience.retire_from == "replay":
+        if self.config.experience.retire_from != "replay_and_fresh":
             return report, []
         reserve = self.config.grpo.num_prompts_per_step + QUESTIONS_BEYOND_A_BATCH
         return report, self.parts.order.remove(report.retired, reserve)

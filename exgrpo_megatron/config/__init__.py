@@ -7,8 +7,9 @@ Loading and overriding recipes is `recipe.py`.
 
 from __future__ import annotations
 
+from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
-from exgrpo_megatron.config.experience import AnswerChoice, BucketWeight, Eviction, ExperienceConfig
+from exgrpo_megatron.config.experience import Eviction, ExperienceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
     Fp8Config,
@@ -34,6 +35,7 @@ from exgrpo_megatron.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
+from exgrpo_megatron.config.replay_step import ReplayStepConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE, AgreementConfig, GenerationConfig, VllmConfig
 from exgrpo_megatron.config.run import (
     CheckpointConfig,
@@ -93,12 +95,14 @@ __all__ = [
     "PolicyConfig",
     "PositiveFloat",
     "PositiveInt",
+    "ReplayStepConfig",
     "RewardShapingConfig",
     "SFTConfig",
     "SchedulerConfig",
     "Section",
     "Seed",
     "SequencePackingConfig",
+    "Shaping",
     "Share",
     "Temperature",
     "TokenizerConfig",
