@@ -11,7 +11,7 @@ from cli_project import assert_refused, contents
         (["recipe.yaml", "--baseline", "other"], ["--baseline 'other': no arm has this name; they are recipe"]),
         (["recipe.yaml", "--seeds", "1,1"], ["--seeds '1,1': 1 stands there twice"]),
         (["recipe.yaml", "--set", "cluster.gpus_per_node=2"], ["one process a run, but the recipe is for 2"]),
-        (["recipe.yaml", "--vary", "grpo.max_num_steps=1,no"], ["arm 'max_num_steps=no'", "grpo.max_num_steps = 'no'"]),
+        (["recipe.yaml", "--vary", "grpo.max_num_steps=1,x"], ["arm 'max_num_steps=x'", "grpo.max_num_steps = 'x'"]),
         (["nowhere.yaml"], ["nowhere.yaml: no such recipe file"]),
     ],
 )
