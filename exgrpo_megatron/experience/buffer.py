@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exgrpo_megatron.comm import Communicator, all_gather_union, together
 from exgrpo_megatron.config import ExperienceConfig
@@ -15,10 +16,12 @@ from exgrpo_megatron.experience.buckets import bucket_counts
 from exgrpo_megatron.experience.changes import Change, Kept, changes_of
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, answers_file, write_answers, write_summary
 from exgrpo_megatron.experience.keeper import Keeper, delete_left_over
+from exgrpo_megatron.experience.question_stats import QuestionStats, StatsKept
 from exgrpo_megatron.experience.reports import MergeReport, RecordReport
 from exgrpo_megatron.experience.restore import Restored, check_agreement, restore
 from exgrpo_megatron.experience.snapshot import AnswersSnapshot, CheckpointSnapshot
 from exgrpo_megatron.experience.state import BufferState
+from exgrpo_megatron.experience.stats_file import STATS_FILE, StatsSnapshot, read_stats
 from exgrpo_megatron.types import Group, StoredAnswer, TokenIds
 
 logger = logging.getLogger(__name__)
@@ -35,8 +38,15 @@ class ExperienceBuffer:
     """
 
     def __init__(
-        self, config: ExperienceConfig, group_size: int, comm: Communicator, folder: Path | None = None
+        self,
+        config: ExperienceConfig,
+        group_size: int,
+        comm: Communicator,
+        folder: Path | None = None,
+        *,
+        pass_rate_decay: float | None = None,
     ) -> None:
+        """`pass_rate_decay`: how much of a running pass rate stays when a group is added; None: none is kept."""
         assert config.bucket_weight is not None, "experience.bucket_weight is unresolved"
         self._config = config
         self._comm = comm
@@ -45,7 +55,8 @@ class ExperienceBuffer:
             with together(comm):
                 if comm.member == 0:
                     delete_left_over(folder, comm.rank, comm.size)
-        self._state = BufferState(config, group_size, comm, Keeper(config, mine))
+        kept = StatsKept(pass_rate_decay)
+        self._state = BufferState(config, group_size, comm, Keeper(config, mine), kept)
 
     @property
     def num_questions(self) -> int:
@@ -78,8 +89,8 @@ class ExperienceBuffer:
 
     @property
     def index_nbytes(self) -> int:
-        """Memory that the index takes on every process."""
-        return self._state.index.nbytes
+        """Memory that the index takes on every process, and with it what is known of questions."""
+        return self._state.index.nbytes + self._state.stats.nbytes
 
     @property
     def own_table_nbytes(self) -> int:
@@ -96,6 +107,19 @@ class ExperienceBuffer:
 
     def is_retired(self, question_id: str) -> bool:
         return self._state.index.is_retired(question_id)
+
+    @property
+    def stats(self) -> QuestionStats:
+        """What is known of every question that was attempted; to be read, and the same on every process."""
+        return self._state.stats
+
+    def running_pass_rate(self, question_id: str) -> float:
+        """Over its new answers, the later groups weighing more; 0 where it was never attempted in this run."""
+        return float(self.running_pass_rates([question_id])[0])
+
+    def running_pass_rates(self, question_ids: Sequence[str]) -> NDArray[np.float64]:
+        """`running_pass_rate` of each."""
+        return np.nan_to_num(self.stats.pass_rates(self.stats.rows(question_ids)), nan=0.0)
 
     def bucket_sizes(self) -> dict[int, int]:
         """Number of stored questions by k, for every k in 1..K-1."""
@@ -174,6 +198,8 @@ class ExperienceBuffer:
         if replayed_in is not None:
             for slot in slots.values():
                 store.touch(slot, replayed_in)
+            for name, _ in chosen:
+                self.stats.count_replay(self._state.index.row(name))
         found = all_gather_union(self._comm, mine)
         return [found[key] for key in chosen]
 
@@ -217,6 +243,7 @@ class ExperienceBuffer:
                     if self._state.owner.owns(change.question_id)}  # fmt: skip
             self._state.keeper.tidy()
         kept = all_gather_union(self._comm, mine)
+        self._state.observe(groups, step)
         for number, change in enumerate(changes):
             self._state.apply(change, kept[number], report)
         report.evicted_of_answers, report.evicted_of_bytes = self._state.hold_caps()
@@ -255,6 +282,7 @@ class ExperienceBuffer:
             num_ranks=self._comm.size,
             summary=self._state.summary() if self._comm.is_main else None,
             answers=AnswersSnapshot(self._state.keeper.store, self._state.index) if self._state.owner.keeps else None,
+            stats=StatsSnapshot(self.stats) if self._comm.is_main else None,
         )
 
     def load(self, folder: Path) -> None:
@@ -264,10 +292,11 @@ class ExperienceBuffer:
             CheckpointError: a file is missing, damaged or disagrees with another; names the file and the row. It is
                 raised on every process, and nothing is changed.
         """
-        restored, summary = self._restored(folder, whole=True)
-        assert summary is not None
+        restored, saved = self._restored(folder, whole=True)
+        assert saved is not None
+        summary, stats = saved
         self._state.keeper.become(restored.store)
-        self._state.index = restored.index
+        self._state.index, self._state.stats = restored.index, stats
         self._state.next_serial = max(restored.next_serial, summary.next_serial)
         self._state.num_damaged = summary.num_damaged
         self._state.lose(all_gather_union(self._comm, dict(restored.lost)))
@@ -317,17 +346,22 @@ class ExperienceBuffer:
             return self._state.forget(change.question_id)
         return self._state.keep(change.question_id, change.answers, serial)
 
-    def _restored(self, path: Path, *, whole: bool) -> tuple[Restored, Summary | None]:
-        """What was saved, in a store of its own; `whole`: with its summary, and checked against that."""
+    def _restored(self, path: Path, *, whole: bool) -> tuple[Restored, tuple[Summary, QuestionStats] | None]:
+        """What was saved, in a store of its own; `whole`: with its summary, checked against that, and statistics."""
         state, store = self._state, self._state.keeper.another()
         try:
             with together(self._comm):
                 restored = restore(path, state.group_size, state.owner, store, self._config.on_corruption)
-                summary = check_agreement(path, restored) if whole else None
+                saved = self._summary_and_stats(path, restored) if whole else None
         except Exception:
             store.close()
             raise
-        return restored, summary
+        return restored, saved
+
+    def _summary_and_stats(self, folder: Path, restored: Restored) -> tuple[Summary, QuestionStats]:
+        summary = check_agreement(folder, restored)
+        say = self._comm.is_main
+        return summary, read_stats(folder / STATS_FILE, self.stats.kept, restored.index, say=say)
 
 
 def _at_step_0(restored: Restored, question_id: str) -> list[StoredAnswer]:

@@ -13,18 +13,22 @@ from exgrpo_megatron.experience.files import Row, Summary
 from exgrpo_megatron.experience.index import QuestionIndex
 from exgrpo_megatron.experience.keeper import Keeper
 from exgrpo_megatron.experience.partition import shard_of
+from exgrpo_megatron.experience.question_stats import QuestionStats, StatsKept
 from exgrpo_megatron.experience.reports import MergeReport, RecordReport
 from exgrpo_megatron.experience.restore import Owner
-from exgrpo_megatron.types import StoredAnswer
+from exgrpo_megatron.types import Group, StoredAnswer
 
 
 class BufferState:
-    """The index and the counters, the same on every process, and the answers, which are not."""
+    """The index, the statistics and the counters, the same on every process, and the answers, which are not."""
 
-    def __init__(self, config: ExperienceConfig, group_size: int, comm: Communicator, keeper: Keeper) -> None:
+    def __init__(
+        self, config: ExperienceConfig, group_size: int, comm: Communicator, keeper: Keeper, kept: StatsKept
+    ) -> None:
         self.config, self.group_size, self.comm, self.keeper = config, group_size, comm, keeper
         self.owner = Owner(comm.rank, comm.size, keeps=comm.member == 0)
         self.index = QuestionIndex(group_size)
+        self.stats = QuestionStats(kept, self.index.ids)
         self.num_bytes = 0
         self.next_serial = 0
         self.num_damaged = 0
@@ -46,6 +50,11 @@ class BufferState:
     def forget(self, question_id: str) -> Kept:
         """The owner's part of a question that goes."""
         return self.keeper.forget(self.index.row(question_id))
+
+    def observe(self, groups: Sequence[Group], step: int) -> None:
+        """Everybody's part of what groups say of their questions, stored or not."""
+        for group in groups:
+            self.stats.observe(self.index.row(group.question.id), group, step)
 
     def apply(self, change: Change, kept: Kept, report: RecordReport) -> None:
         """Everybody's part of a change, when its owner has done his."""
