@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from exgrpo_megatron.build import warm_start_identity
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.run_folder import METRICS_FILE
 from exgrpo_megatron.stop import StopSignal
@@ -108,7 +109,7 @@ class _Pool:
         if len(self.going) == self._jobs:
             return None
         self._warm |= {_warm_start_of(one.run.config) for one in self.going if _is_past_warm_start(one.run)}
-        busy = {one.run.config.sft.warm_start_dir for one in self.going if _may_be_making_warm_start(one.run)}
+        busy = {_warm_start_of(one.run.config) for one in self.going if _may_be_making_warm_start(one.run)}
         return next((run for run in waiting if self._is_free(run.config, busy)), None)
 
     def start(self, run: Run, command: list[str]) -> None:
@@ -149,9 +150,8 @@ class _Pool:
                 one.process.wait()
 
     def _is_free(self, config: Config, busy: set[str]) -> bool:
-        return (
-            not config.sft.warm_start or config.sft.warm_start_dir not in busy or _warm_start_of(config) in self._warm
-        )
+        needed = _warm_start_of(config)
+        return not config.sft.warm_start or needed in self._warm or needed not in busy
 
 
 def _may_be_making_warm_start(run: Run) -> bool:
@@ -164,6 +164,6 @@ def _is_past_warm_start(run: Run) -> bool:
 
 
 def _warm_start_of(config: Config) -> str:
-    """The same where the warm start is; it may differ where that is the same after all."""
-    parts = config.model_dump(mode="json", include={"sft", "data", "policy"})
-    return json.dumps(parts, sort_keys=True)
+    """The same where the warm start is."""
+    identity = {**warm_start_identity(config), "model": config.policy.model_name}
+    return json.dumps([config.sft.warm_start_dir, identity], sort_keys=True)
