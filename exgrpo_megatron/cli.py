@@ -362,6 +362,63 @@ def export(
 
 
 @app.command()
+def sweep(
+    recipes: Annotated[
+        list[str], typer.Argument(metavar="[NAME=]RECIPE...", help="Recipe files (YAML).", show_default=False)
+    ],
+    seeds: Annotated[str, typer.Option(help="Such as 1,2,5-8.")] = "1-3",
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="'NAME: section.key=value ...': a setting of its own. May be repeated.", show_default=False),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="section.key=a,b,c: a setting for each value. Repeated: for all combinations."),
+    ] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value for all runs.")] = None,
+    seed_key: Annotated[list[str] | None, typer.Option(help="Keys set to the seed. Default: grpo.seed")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="To compare. Default: held-out pass rates")] = None,
+    at: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Answers generated at which runs are compared. Default: the most that all have"),
+    ] = None,
+    reach: Annotated[
+        list[str] | None, typer.Option(help="METRIC=VALUE: how many answers it takes to get there.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Setting that others are compared with. Default: the first")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    devices: Annotated[
+        str | None, typer.Option(help="CUDA devices dealt out to the runs, such as 0,1,2,3", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs, the table and the picture.")] = Path("runs/sweep"),
+) -> None:
+    """Several recipes or overrides over several seeds, with one table and picture. Run again to resume."""
+    quiet_libraries()
+    from exgrpo_megatron.sweep_command import SweepRequest, sweep_and_report  # noqa: PLC0415
+
+    code = sweep_and_report(
+        SweepRequest(
+            recipes=recipes,
+            out=out,
+            seeds=seeds,
+            seed_keys=seed_key or ("grpo.seed",),
+            arms=arm or (),
+            vary=vary or (),
+            overrides=override or (),
+            metrics=metric or (),
+            at=at or (),
+            reach=reach or (),
+            baseline=baseline,
+            jobs=jobs,
+            devices=devices,
+        )
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)]) -> None:
     """Draw the dashboard of a run, finished or not."""
     quiet_libraries()
