@@ -53,20 +53,22 @@ class Keeper:
     def keep(self, row: int, question_id: str, answers: Sequence[StoredAnswer], serial: int) -> Kept:
         """Store new answers, whose serials begin with `serial`, and hold the question to its cap."""
         store, before = self.store, self.store.num_bytes
-        stored = sum(store.add(row, question_id, serial + i, answer) for i, answer in enumerate(answers))
-        freed = evict_of_question(store, row, self._config.max_answers_per_question, self._config.eviction)
+        stored = tuple(
+            serial + i for i, answer in enumerate(answers) if store.add(row, question_id, serial + i, answer)
+        )
+        evicted = evict_of_question(store, row, self._config.max_answers_per_question, self._config.eviction)
         return Kept(
             stored=stored,
-            duplicates=len(answers) - stored,
+            duplicates=len(answers) - len(stored),
             num_answers=len(store.slots(row)),
             num_bytes=store.num_bytes - before,
-            evicted=freed.answers,
+            evicted=evicted,
         )
 
     def forget(self, row: int) -> Kept:
         """Drop the question's answers."""
         _, length = self.store.forget(row)
-        return Kept(stored=0, duplicates=0, num_answers=0, num_bytes=-length)
+        return Kept(stored=(), duplicates=0, num_answers=0, num_bytes=-length)
 
     def drop(self, row: int, serial: int) -> None:
         """Drop one answer of a question."""

@@ -51,12 +51,20 @@ def test_every_number_of_ranks_evicts_what_one_does(caps: dict[str, Any], tmp_pa
         "max_answers" in caps,
         "max_bytes" in caps and len(caps) == 1,
     ] or len(caps) > 3
+    events = [event for report in reports for event in report.events]
+    stored_at, gone_at = ([event.answer for event in events if event.kind == kind] for kind in ("stored", "evicted"))
+    assert len(gone_at) == sum(gone)
+    assert set(gone_at) < set(stored_at)
+    assert len(set(stored_at)) == len(stored_at)
     stored = sum(len(answers) for answers in mine.values())
     assert stored == sum(state[0][1]) <= caps.get("max_answers", stored)
     assert max(map(len, mine.values())) <= caps.get("max_answers_per_question", 99)
     assert state[1] <= caps.get("max_bytes", state[1])
     results = on_ranks(3, 2, lambda comm: work(comm, tmp_path / "three"))
     assert all(result[0] == seen for result in results)
+    for result in results:
+        theirs = [part.events for part in result[0] if hasattr(part, "evicted_of_answers")]
+        assert theirs == [report.events for report in reports]
     assert all(result[1] == state for result in results)
     assert union([result[2] for result in results]) == mine
 
