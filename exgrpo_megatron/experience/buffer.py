@@ -251,7 +251,16 @@ class ExperienceBuffer:
                 write_summary(folder / SUMMARY_FILE, self._state.summary())
 
     def snapshot(self) -> CheckpointSnapshot:
-        """This process's part of the buffer as it is now, to be saved while the buffer changes."""
+        """This process's part of the buffer as it is now, to be saved while the buffer changes; collective.
+
+        Answers whose segment is gone are dropped first.
+
+        Raises:
+            CheckpointError: there are such, and `experience.on_corruption` is `refuse`; on every process.
+        """
+        with together(self._comm):
+            lost = self._state.keeper.missing(self._state.index.ids)
+        self._state.lose(all_gather_union(self._comm, dict(lost)))
         return CheckpointSnapshot(
             group_size=self._state.group_size,
             rank=self._comm.rank,

@@ -116,11 +116,13 @@ class BufferState:
         return before - self.index.total_answers
 
     def lose(self, lost: Mapping[str, int]) -> None:
-        """Everybody's part of answers that their owners found damaged."""
+        """Everybody's part of answers that their owners found damaged, and have dropped. Collective."""
         for question_id in sorted(lost):
             self._forget_some(question_id, lost[question_id])
             self.num_damaged += lost[question_id]
             self.events.append(Event(question_id, "lost", count=lost[question_id]))
+        if lost:
+            self.count_bytes()
 
     def count_bytes(self) -> None:
         """Collective."""
