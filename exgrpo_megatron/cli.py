@@ -15,6 +15,7 @@ from rich.console import Console
 from exgrpo_megatron import __version__, experience_command
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.evaluation_request import EvalRequest, QuestionsOf
 from exgrpo_megatron.export_request import ExportCheck, ExportDtype
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.plan_command import planned_processes, show_plan
@@ -131,25 +132,36 @@ def evaluate(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A run's checkpoint folder or a Hugging Face folder.", show_default=False)
     ] = None,
+    questions: Annotated[
+        QuestionsOf, typer.Option(help="train: to choose questions by pass rate, data.train.pass_rates_path.")
+    ] = QuestionsOf.validation,
+    entropy: Annotated[
+        bool,
+        typer.Option("--entropy", help="Also the token entropy of right and wrong answers, by band of pass rates."),
+    ] = False,
 ) -> None:
-    """Held-out pass rates of a checkpoint (default: the newest of the recipe's run)."""
+    """Pass rates of a checkpoint (default: the newest of the recipe's run), over all questions and of each."""
     config = load_recipe(recipe, overrides or [])
     with process_group(config) as comm:
         from exgrpo_megatron import build, checkpoint_evaluation  # noqa: PLC0415
         from exgrpo_megatron.report.tables import evaluation_table  # noqa: PLC0415
 
-        found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm)
+        found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm, questions)
+        request = EvalRequest(found, questions, entropy)
         inputs = build.load_inputs(config, comm)
-        evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, found, comm)
+        evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, request, comm)
         if comm.is_main:
-            metrics = evaluation.metrics
-            summary, answers = checkpoint_evaluation.write_evaluation(config, evaluation, found)
-            Console().print(evaluation_table(metrics, len(inputs.held_out), config.eval.temperature))
+            written = checkpoint_evaluation.write_evaluation(config, evaluation, request)
+            asked = inputs.train.questions if questions is QuestionsOf.train else inputs.held_out
+            console, metrics = Console(), evaluation.metrics
+            console.print(evaluation_table(metrics, len(asked), config.eval.temperature, questions))
             length, cut_off = metrics["validation/response_length"], metrics["validation/truncated"]
             say(
                 comm, f"\nsampled answers: {length:.1f} tokens on average; cut off at the longest length: {cut_off:.0f}"
             )
-            say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
+            if written.report is not None:
+                console.print("", written.report.table(), sep="\n")
+            say(comm, written.describe(found))
 
 
 @app.command()

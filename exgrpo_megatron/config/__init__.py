@@ -7,7 +7,7 @@ Loading and overriding recipes is `recipe.py`.
 
 from __future__ import annotations
 
-from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
+from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
 from exgrpo_megatron.config.experience import AnswerChoice, BucketWeight, Eviction, ExperienceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
@@ -90,6 +90,7 @@ __all__ = [
     "NonNegativeFloat",
     "Normalizer",
     "OptimizerConfig",
+    "PassRateBand",
     "PolicyConfig",
     "PositiveFloat",
     "PositiveInt",
