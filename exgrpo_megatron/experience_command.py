@@ -109,12 +109,12 @@ def export(
     from exgrpo_megatron.experience_tools.texts import Texts  # noqa: PLC0415
     from exgrpo_megatron.experience_tools.transfer import export_experience  # noqa: PLC0415
 
-    if not texts and (recipe or tokenizer):
-        raise ConfigError("--recipe and --tokenizer are for --texts: leave them out, or ask for texts")
+    if not texts and recipe:
+        raise ConfigError("--recipe is for --texts: leave it out, or ask for texts")
     found = find_source(source, step)
-    at_hand = Texts(found, recipe, tokenizer) if texts else None
-    written = export_experience(found, out, to.value, at_hand, group_size)
-    _say(written.describe(), *(f"note: {note}" for note in (at_hand.notes if at_hand else ())))
+    at_hand = Texts(found, recipe, tokenizer)
+    written = export_experience(found, out, to.value, at_hand, group_size, with_texts=texts)
+    _say(written.describe(), *(f"note: {note}" for note in at_hand.notes))
 
 
 @app.command(name="import")

@@ -105,7 +105,10 @@ class LiveReader:
         self.folder = folder
 
     def rows(self, only: Collection[str] | None = None) -> Iterator[Row]:
-        recovery = Recovery(find_segments(self.folder))
+        try:
+            recovery = Recovery(find_segments(self.folder))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{error.filename}: a run that is writing has just deleted it; try again") from error
         for position, (name, records) in enumerate(recovery.by_question()):
             if only is None or name in only:
                 for index, record in enumerate(records):

@@ -22,6 +22,7 @@ from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.experience.encoding import rounded
 from exgrpo_megatron.experience.files import Row, VocabularyName
+from exgrpo_megatron.experience_tools.readers import JsonlReader
 from exgrpo_megatron.experience_tools.sources import Source
 from exgrpo_megatron.experience_tools.texts import Texts, vocabulary_name
 from exgrpo_megatron.experience_tools.transfer import Written, write_folder
@@ -110,9 +111,11 @@ def rescore(request: RescoreRequest) -> tuple[Written, Moved]:
     tokenizer = load_tokenizer(tokenizer_dir)
     vocabulary = vocabulary_name(tokenizer, str(request.model))
     _check_vocabulary(request, vocabulary)
-    prompts = _prompts(config, tokenizer)
     reader, moved = request.source.reader(), Moved()
+    if isinstance(reader, JsonlReader):
+        raise ConfigError(f"{reader.path}: JSON lines; `exgrpo experience import` makes a source of them first")
     size = reader.group_size or config.grpo.num_generations_per_prompt
+    prompts = _prompts(config, tokenizer)
     with process_group(config) as comm:
         megatron = config.policy.megatron_cfg
         actor = build.build_actor(

@@ -26,12 +26,12 @@ def show_question(source: Source, wanted: str, texts: Texts, last: int | None, c
     """
     name = find_question(source, wanted, texts)
     rows = list(source.reader().rows(only={name}))
-    events = _history(source, name)
+    steps = list(read_history(source.history, name)) if source.history else None
     _say(console, f"question {name}")
     if texts.questions.get(name):
         _say(console, _indented(texts.questions[name]))
     _say(console, _state(source, name, rows))
-    for line in _history_lines(source, events, last):
+    for line in _history_lines(steps, last):
         _say(console, line)
     for row in rows:
         _say(console, _answer_line(row))
@@ -81,12 +81,6 @@ def _only_one(wanted: str, what: str, found: list[str], texts: Texts) -> str:
     raise DataError(f"{wanted!r}: {len(found)} {what}: {listed}{more}")
 
 
-def _history(source: Source, name: str) -> list[tuple[int, Event]]:
-    if source.history is None:
-        return []
-    return [(step, event) for step, events in read_history(source.history, name) for event in events]
-
-
 def _state(source: Source, name: str, rows: list[Row]) -> str:
     summary = source.summary()
     if summary and name in summary.retired:
@@ -98,15 +92,19 @@ def _state(source: Source, name: str, rows: list[Row]) -> str:
     return f"stored answers: {len(rows)}; last answered correctly {rows[0].bucket}{of} times"
 
 
-def _history_lines(source: Source, events: list[tuple[int, Event]], last: int | None) -> Iterable[str]:
-    if source.history is None:
+def _history_lines(steps: list[tuple[int, list[Event]]] | None, last: int | None) -> Iterable[str]:
+    if not steps:
         return ["history: none is kept beside these answers"]
-    if not events:
-        return ["history: nothing happened to it in the steps that are recorded"]
-    shown = events if last is None else events[-last:] if last else []
-    left_out = [f"  ... {len(events) - len(shown)} earlier events"] if len(shown) < len(events) else []
-    width = len(str(events[-1][0]))
-    return ["history", *left_out, *(f"  step {step:>{width}}  {event.describe()}" for step, event in shown)]
+    events = [(step, event) for step, listed in steps for event in listed]
+    shown = events[max(0, len(events) - last) :] if last is not None else events
+    hidden = len(events) - len(shown)
+    width = len(str(steps[-1][0]))
+    return [
+        f"history of {len(steps)} steps, {steps[0][0]} to {steps[-1][0]}"
+        + ("" if events else ": nothing happened to it"),
+        *([f"  ... {hidden} earlier events"] if hidden else []),
+        *(f"  step {step:>{width}}  {event.describe()}" for step, event in shown),
+    ]
 
 
 def _answer_line(row: Row) -> str:

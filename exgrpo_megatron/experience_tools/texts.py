@@ -31,7 +31,7 @@ class Texts:
     def config(self) -> Config | None:
         found = self.source.config(self.recipe)
         if found is None and self.tokenizer_dir is None:
-            self.notes.append("no recipe beside the answers, and so no texts: name one with --recipe")
+            self.notes.append("no recipe beside the answers: texts and the tokenizer are not at hand")
         return found
 
     @cached_property
@@ -42,7 +42,7 @@ class Texts:
         try:
             return dict(question_texts(self.config.data.train))
         except (ConfigError, DataError, OSError) as error:
-            self.notes.append(f"no texts of questions: {error}")
+            self.notes.append(f"texts of questions are not at hand: {error}")
             return {}
 
     @cached_property
@@ -55,7 +55,7 @@ class Texts:
         except ConfigError as error:
             if self.tokenizer_dir:
                 raise
-            self.notes.append(f"no texts of answers: {error}")
+            self.notes.append(f"the tokenizer is not at hand: {error}")
             return None
 
     def of_answer(self, answer: StoredAnswer) -> str | None:

@@ -51,25 +51,24 @@ class Written:
         return f"{self.answers} answers of {self.questions} questions written to {self.folder}{left_out}{unused}"
 
 
-def export_experience(source: Source, out: Path, to: str, texts: Texts | None, group_size: int | None) -> Written:
-    """Write the answers of a source as `parquet` or `jsonl` into a new folder; with `texts`, those of question and
-    answer in columns of their own.
+def export_experience(
+    source: Source, out: Path, to: str, texts: Texts, group_size: int | None, *, with_texts: bool
+) -> Written:
+    """Write the answers of a source as `parquet` or `jsonl` into a new folder; `with_texts`: those of question and
+    answer in columns of their own. `texts` has the name of the vocabulary too.
 
     Raises:
-        ConfigError: `out` exists, or nothing says the group size.
+        ConfigError: `out` exists, or nothing says the group size, or another one is said.
         CheckpointError, DataError: the answers cannot be read.
     """
-    reader = source.reader()
+    reader, columns, vocabulary = source.reader(), texts if with_texts else None, texts.vocabulary()
     if isinstance(reader, JsonlReader):
-        known = _vocabulary(source, texts)
-        return import_experience([reader.path], out, RowCheck(group_size), to=to, texts=texts, vocabulary=known)
-    config = source.config()
-    size = reader.group_size or group_size or (config.grpo.num_generations_per_prompt if config else None)
-    if size is None:
-        raise ConfigError(f"{source.path}: nothing says how many answers a group has; name it with --group-size")
+        check = RowCheck(group_size)
+        return import_experience([reader.path], out, check, to=to, texts=columns, vocabulary=vocabulary)
     summary = source.summary()
     retired = summary.retired if summary else ()
-    return write_folder(out, to, reader.rows(), size, texts, retired, _vocabulary(source, texts))
+    size = _group_size(source, reader.group_size, group_size)
+    return write_folder(out, to, reader.rows(), size, columns, retired, vocabulary)
 
 
 def import_experience(
@@ -214,8 +213,14 @@ def _write_lines(path: Path, rows: Iterable[Row], group_size: int, columns: Text
             file.write(json_line(row, group_size, {name: text(row) for name, text in columns.items()}))
 
 
-def _vocabulary(source: Source, texts: Texts | None) -> VocabularyName | None:
-    return (texts or Texts(source)).vocabulary()
+def _group_size(source: Source, recorded: int | None, given: int | None) -> int:
+    config = source.config()
+    known = recorded or (config.grpo.num_generations_per_prompt if config else None)
+    if known is None and given is None:
+        raise ConfigError(f"{source.path}: nothing says how many answers a group has; name it with --group-size")
+    if known and given and known != given:
+        raise ConfigError(f"--group-size {given}: {source.path} is of groups of {known}; leave it out")
+    return known or given or 0
 
 
 def _check_free(out: Path) -> None:

@@ -120,6 +120,7 @@ def test_show_tells_a_questions_history_and_its_answers(exgrpo, run, data_parall
     assert code == 0, err
     assert f"question {name}\n    {name[1:]}+1\n" in out
     assert "tried: 1 of 4 correct" in out
+    assert f"history of {STEPS} steps, 1 to {STEPS}\n" in out
     assert out.count("stored answer ") >= 1
     assert f"\\boxed{{{int(name[1:]) + 1}}}<eos>" in out
     assert exgrpo("show", run, f"{name[1:]}+1", "--last", 1)[1].startswith(f"question {name}\n")
@@ -170,6 +171,8 @@ def test_an_export_comes_back_as_it_was(exgrpo, run, tmp_path, form, data_parall
     assert stats[0]["questions_by_bucket"] == stats[1]["questions_by_bucket"]
     code, _, err = exgrpo("export", run, "--out", tmp_path / "out")
     assert (code, "out: exists" in err) == (2, True)
+    code, _, err = exgrpo("export", run, "--out", tmp_path / "new", "--group-size", 8)
+    assert (code, "--group-size 8: " in err, "of groups of 4" in err) == (2, True, True)
 
 
 def test_a_run_begins_with_what_was_exported(exgrpo, run, tmp_path, run_steps):
