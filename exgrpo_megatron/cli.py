@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from exgrpo_megatron import __version__
+from exgrpo_megatron import __version__, experience_command
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.evaluation_request import EvalRequest, QuestionsOf
@@ -44,6 +44,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(experience_command.app, name="experience")
 
 
 class TargetFormat(StrEnum):

@@ -102,6 +102,11 @@ def load_questions(
     return collected.finish(key, source.path or f"generator {source.generator}")
 
 
+def question_texts(source: DataSourceConfig) -> Iterator[tuple[str, str]]:
+    """(id, text) of every row of `data.train`, usable or not, without tokenising; raises DataError."""
+    return ((entry.id, entry.text) for entry in _entries(source, "data.train", held_out=False))
+
+
 def check_disjoint(train: QuestionSet, validation: QuestionSet) -> int:
     """Number of validation questions whose text is also a training question's."""
     texts = {question.text for question in train.questions}
