@@ -206,6 +206,49 @@ def show(
 
 
 @app.command()
+def simulate(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    rates: Annotated[
+        str,
+        typer.Option(
+            help="True pass rates: uniform, constant:P, beta:A,B; a JSONL or Parquet file with pass_rate; the "
+            "answers.jsonl of `exgrpo eval`; or a run's folder."
+        ),
+    ] = "beta:0.6,1.2",
+    growth: Annotated[
+        str | None,
+        typer.Option(
+            help="Logits that training adds: none, or new=A,replayed=B,everywhere=C. Default: "
+            "new=0.1,replayed=0.1,everywhere=0.004; for a run's folder its logged pass rates",
+            show_default=False,
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Default: as many as --rates or the recipe has", show_default=False)
+    ] = None,
+    distinct: Annotated[
+        int | None,
+        typer.Option(min=1, help="Different right answers of a question. Default: all differ", show_default=False),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a stored answer, for its bytes. Default: half of the longest", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, CSV, picture and metrics.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Replay without a model: what buckets, retirement and new questions come to, from pass rates."""
+    config = load_recipe(recipe, overrides or [])
+    quiet_libraries()
+    from exgrpo_megatron.simulate_command import SimulateRequest, simulate_and_report  # noqa: PLC0415
+
+    simulate_and_report(config, SimulateRequest(rates, growth, questions, distinct, answer_tokens, out, json))
+
+
+@app.command()
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
