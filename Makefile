@@ -51,8 +51,9 @@ demo: setup  ## train the quickstart: warm start, ExGRPO, evaluation, export (mi
 test: setup  ## the fast tests
 	$(PYTEST) -m "not slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS)
 
+# In the order of the files: by the number of their tests, the longest would begin last, alone.
 test-slow: setup  ## the slow tests: learning, real model, several processes
-	$(PYTEST) -m "slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS) --dist loadfile --durations=12
+	$(PYTEST) -m "slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=12
 
 test-vllm: setup-vllm  ## the tests of rollouts by vLLM
 	$(PYTEST) tests/vllm -n $(TEST_WORKERS) --dist loadfile --durations=12

@@ -18,7 +18,7 @@ from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config
 from exgrpo_conversion.mapping import manifest
 from exgrpo_megatron import __version__
 from exgrpo_megatron.comm import Communicator
-from exgrpo_megatron.config import Config, OptimizerConfig, SchedulerConfig
+from exgrpo_megatron.config import Config, DataSourceConfig, OptimizerConfig, SchedulerConfig
 from exgrpo_megatron.data.embedded_model import is_embedded, materialize
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet, load_questions
@@ -30,6 +30,7 @@ from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.reading import check_answers_files
 from exgrpo_megatron.layout import check_layout, check_positions
 from exgrpo_megatron.parts import Parts, Verifier
+from exgrpo_megatron.rewards.exact_text import ExactTextVerifier
 from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
 from exgrpo_megatron.rollout.vllm_checks import check_vllm, kv_cache_bytes
@@ -213,9 +214,9 @@ def _build_vllm_engine(
     )
 
 
-def build_verifier(config: Config) -> MathVerifier:
-    """Math-Verify in worker processes."""
-    return MathVerifier(config.env.math)
+def build_verifier(config: Config) -> Verifier:
+    """Math-Verify in worker processes, or the comparison of texts."""
+    return ExactTextVerifier(config.env.math) if config.env.math.exact_text else MathVerifier(config.env.math)
 
 
 def build_parts(
@@ -267,8 +268,8 @@ def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTr
 
 def warm_start_dir(config: Config, inputs: Inputs) -> Path:
     """Where the warm start of this model, data and `sft:` section is kept; any change of them changes the name."""
-    sft = config.sft.model_dump(mode="json", exclude={"warm_start", "warm_start_dir"})
-    source = (config.sft.data or config.data.train).model_dump(mode="json")
+    sft = config.sft.model_dump(mode="json", exclude={"warm_start", "warm_start_dir", "data"})
+    source = _supervised_source(config.sft.data or config.data.train)
     policy = config.policy
     identity = json.dumps(
         {
@@ -284,6 +285,14 @@ def warm_start_dir(config: Config, inputs: Inputs) -> Path:
     )
     name = policy.model_name.replace("embedded:", "").rstrip("/").rsplit("/", 1)[-1]
     return Path(config.sft.warm_start_dir) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
+
+
+def _supervised_source(source: DataSourceConfig) -> dict[str, Any]:
+    """What supervised batches depend on: a generator writes new questions for them, whatever its seeds and size."""
+    dumped = source.model_dump(mode="json")
+    if source.generator is None:
+        return dumped
+    return {name: dumped[name] for name in ("generator", "generator_difficulties")}
 
 
 def _folder_fingerprint(folder: Path) -> list[object]:

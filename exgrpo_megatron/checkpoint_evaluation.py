@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 from torch import Tensor
@@ -44,7 +45,7 @@ def evaluate_checkpoint(config: Config, inputs: Inputs, checkpoint: Path, comm: 
     weights = _weights(config, inputs, checkpoint, comm)
     engine = build.build_engine(config, inputs, comm, weights)
     engine.load_weights(weights(), version=0)
-    with build.build_verifier(config) as verifier:
+    with closing(build.build_verifier(config)) as verifier:
         evaluator = build.build_evaluator(config, inputs, engine, verifier, comm)
         assert evaluator is not None, "find_checkpoint refuses a recipe without data.validation"
         evaluation = evaluator.run()

@@ -115,6 +115,7 @@ METRICS: dict[str, Metric] = {
     "correction/max": Metric("", "largest of these weights"),
     "correction/limited_share": Metric("share", "new response tokens whose weight a limit changed or set to 0"),
     "correction/ess": Metric("share", "effective sample size / tokens, (sum w)^2 / (n sum w^2), of the weights"),
+    "rollout/answers": Metric("answers", "responses sampled in the step, the budget at which runs are compared"),
     "rollout/tokens": Metric("tokens", "response tokens sampled in the step"),
     "rollout/response_length": Metric("tokens", "mean length of the sampled responses"),
     "rollout/truncated": Metric("answers", "sampled responses cut off at the longest length"),

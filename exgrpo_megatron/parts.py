@@ -56,6 +56,9 @@ class Verifier(Protocol):
     def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         """Verdicts of (response text, gold answer) pairs, in order."""
 
+    def check_gold(self, answers: Sequence[str]) -> list[int]:
+        """Indices of the gold answers that earn nothing when they are given as the boxed answer to themselves."""
+
     def close(self) -> None: ...
 
 

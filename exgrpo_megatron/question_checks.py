@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 from exgrpo_megatron import build
 from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.questions import check_disjoint
 from exgrpo_megatron.errors import DataError
-from exgrpo_megatron.rewards.verifier import MathVerifier
+from exgrpo_megatron.parts import Verifier
 from exgrpo_megatron.types import Question
 
 SHOWN = 5
@@ -36,7 +37,7 @@ def check_gold_answers(config: Config, inputs: Inputs) -> Iterator[str]:
     Raises:
         DataError: it accepts none of the training answers, so nothing could be learned.
     """
-    with build.build_verifier(config) as verifier:
+    with closing(build.build_verifier(config)) as verifier:
         refused = _refused(verifier, inputs.train.questions)
         if len(refused) == len(inputs.train.questions):
             raise DataError(
@@ -60,7 +61,7 @@ _REMEDY = (
 )
 
 
-def _refused(verifier: MathVerifier, questions: tuple[Question, ...]) -> list[Question]:
+def _refused(verifier: Verifier, questions: tuple[Question, ...]) -> list[Question]:
     return [questions[index] for index in verifier.check_gold([question.answer for question in questions])]
 
 

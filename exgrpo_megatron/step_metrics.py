@@ -248,6 +248,7 @@ def _rollout_metrics(groups: list[Group], seconds: float) -> dict[str, float]:
     fresh = _new_answers(groups)
     tokens = sum(len(member.token_ids) for member in fresh)
     return {
+        "rollout/answers": len(fresh),
         "rollout/tokens": tokens,
         "rollout/response_length": tokens / len(fresh),
         "rollout/truncated": sum(member.stop_reason == "length" for member in fresh),

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from exgrpo_megatron.config.section import Name, PositiveInt, Section, Seed, key
+
+GeneratorName = Literal["chain_arithmetic", "unknown_symbols"]
+ADMITTED_DIFFICULTIES: dict[GeneratorName, range] = {"chain_arithmetic": range(2, 9), "unknown_symbols": range(1, 4)}
+"""Terms of a chain, letters of a question."""
+DEFAULT_DIFFICULTIES: dict[GeneratorName, tuple[int, ...]] = {
+    "chain_arithmetic": (2, 3, 4, 5, 6),
+    "unknown_symbols": (2,),
+}
 
 
 class DataSourceConfig(Section):
     """One set of questions: a file, or a generator."""
 
     path: Name | None = key(None, "JSONL or Parquet file with one question a row", "path")
-    generator: Literal["chain_arithmetic"] | None = key(None, "embedded task instead of a file")
+    generator: GeneratorName | None = key(None, "embedded task instead of a file")
     generator_size: PositiveInt = key(400, "questions to generate", "questions")
     generator_seed: Seed = key(0, "seed of the generated questions")
-    generator_difficulties: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1)] = key(
-        (2, 3, 4, 5, 6), "numbers of terms in a generated chain"
+    generator_difficulties: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = key(
+        None,
+        "difficulties of the generated questions, in turn; chain_arithmetic: terms of a chain, 2 to 8 (null: 2 to 6); "
+        "unknown_symbols: letters of a question, 1 to 3 (null: 2)",
+    )
+    generator_meaning_seed: Seed | None = key(
+        None, "seed of the hidden meanings of the letters (unknown_symbols only); null: 0"
     )
     question_key: Name = key("question", "column with the question")
     answer_key: Name = key("answer", "column with the gold answer")
@@ -37,6 +50,41 @@ class DataSourceConfig(Section):
             rule = f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})"
             raise ValueError(f"{rule}; generator: null beside a path replaces a generator" if self.path else rule)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_difficulties(cls, raw: Any) -> Any:
+        name = raw.get("generator") if isinstance(raw, dict) else None
+        if name in DEFAULT_DIFFICULTIES and raw.get("generator_difficulties") is None:
+            return {**raw, "generator_difficulties": DEFAULT_DIFFICULTIES[name]}
+        return raw
+
+    @model_validator(mode="after")
+    def _generator_admits_keys(self) -> DataSourceConfig:
+        if self.generator is not None:
+            admitted = ADMITTED_DIFFICULTIES[self.generator]
+            if not set(self.difficulties) <= set(admitted):
+                raise ValueError(
+                    f"generator_difficulties = {list(self.difficulties)}: {self.generator} has {admitted[0]} to "
+                    f"{admitted[-1]}"
+                )
+        if self.generator_meaning_seed is not None and self.generator != "unknown_symbols":
+            raise ValueError(
+                f"generator_meaning_seed = {self.generator_meaning_seed} has no effect with generator = "
+                f"{self.generator!r}: only unknown_symbols has hidden meanings; set it to null"
+            )
+        return self
+
+    @property
+    def difficulties(self) -> tuple[int, ...]:
+        """Those of a generator."""
+        assert self.generator_difficulties is not None
+        return self.generator_difficulties
+
+    @property
+    def meaning_seed(self) -> int:
+        """Seed of the hidden meanings in force."""
+        return self.generator_meaning_seed or 0
 
     @field_validator("solution_remove")
     @classmethod
@@ -59,6 +107,18 @@ class DataConfig(Section):
     epoch_order: Literal["reshuffle", "same"] | None = key(
         None, "order of the questions in later epochs; null: as the variant says"
     )
+
+    @model_validator(mode="after")
+    def _letters_mean_the_same(self) -> DataConfig:
+        if self.validation is None or {self.train.generator, self.validation.generator} != {"unknown_symbols"}:
+            return self
+        train, held_out = self.train.meaning_seed, self.validation.meaning_seed
+        if train != held_out:
+            raise ValueError(
+                f"train.generator_meaning_seed = {train}, but validation.generator_meaning_seed = {held_out}: what is "
+                "learned would not hold for the held-out questions; give both the same"
+            )
+        return self
 
     @model_validator(mode="after")
     def _template_has_question(self) -> DataConfig:

@@ -54,7 +54,11 @@ class TokenizerConfig(Section):
 class PolicyConfig(Section):
     """The model that is trained."""
 
-    model_name: Name = key(..., "Hugging Face model folder, or embedded:chain-qwen2 (0.4M, made on the spot)", "path")
+    model_name: Name = key(
+        ...,
+        "Hugging Face model folder, or a model made on the spot: embedded:chain-qwen2 (0.4M) or embedded:symbols-qwen2",
+        "path",
+    )
     tokenizer: TokenizerConfig = key(TokenizerConfig(), "tokenizer")
     train_global_batch_size: PositiveInt = key(256, "sequences of one optimiser step", "sequences")
     train_micro_batch_size: PositiveInt | None = key(

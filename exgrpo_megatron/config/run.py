@@ -30,8 +30,13 @@ class SFTConfig(Section):
 
 
 class MathEnvConfig(Section):
-    """Math-Verify rewards."""
+    """Rewards of mathematical answers."""
 
+    exact_text: bool = key(
+        False,
+        "true: an answer is right if its box holds the very text of the gold answer (06 is not 6), without Math-Verify "
+        "and its worker processes",
+    )
     num_workers: PositiveInt = key(2, "worker processes on one rank", "processes")
     math_verify_impl: Literal["hf_math_verify"] = key("hf_math_verify", "the verifier")
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = key(
@@ -55,11 +60,25 @@ class MathEnvConfig(Section):
             raise ValueError("require_literal = true judges boxed answers only, but require_box = false admits others")
         return self
 
+    @model_validator(mode="after")
+    def _exact_text_needs_no_math_verify(self) -> MathEnvConfig:
+        if not self.exact_text:
+            return self
+        if not self.require_box:
+            raise ValueError("exact_text = true compares boxed answers only, but require_box = false admits others")
+        for name in ("num_workers", "timeout_s", "require_literal", "cache_size"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} has no effect with exact_text = true, which needs no worker: "
+                    "set one of them back"
+                )
+        return self
+
 
 class EnvConfig(Section):
     """Where rewards come from."""
 
-    math: MathEnvConfig = key(MathEnvConfig(), "Math-Verify")
+    math: MathEnvConfig = key(MathEnvConfig(), "mathematical answers")
 
 
 class EvalConfig(Section):

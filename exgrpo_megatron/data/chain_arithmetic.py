@@ -1,4 +1,4 @@
-"""The embedded task: chains of additions and subtractions, worked out line by line.
+"""An embedded task: chains of additions and subtractions, worked out line by line.
 
 A chain of n terms such as "7+5-3" is a question of difficulty n; its worked solution has one line an operation and the
 result in a box. Every term is one digit, 1 to 9, and no partial result is negative. Every chain is either a training or
@@ -7,20 +7,14 @@ a held-out question, by a hash of its text, so that the two sets share none what
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from exgrpo_megatron.errors import DataError
+from exgrpo_megatron.data.generated import distinct_questions, draw_for_training
 
-HELD_OUT_ONE_IN = 5
-"""One chain in this many is a held-out question."""
 GUESS_OFFSETS = (0, 0, 1, -1, 2, -2, 3, -3, 5, -5)
 """What a guess may be off by, each alike: right in 2 of 10."""
-
-_GIVE_UP_AFTER = 2000
-"""Draws in a row without a new chain, after which there are taken to be no more."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +41,10 @@ def generate(
         DataError: there are not as many chains.
     """
     rng = random.Random(seed)
-    chains: list[Chain] = []
-    seen: set[str] = set()
-    for index in range(size):
-        num_terms = difficulties[index % len(difficulties)]
-        chain = _draw_new(rng, num_terms, held_out, seen, exclude)
-        if chain is None:
-            raise DataError(
-                f"generator_size = {size} with generator_difficulties = {list(difficulties)} asks for more chains of "
-                f"{num_terms} terms than can be found ({len(chains)} questions were); lower generator_size, or add "
-                f"difficulties"
-            )
-        seen.add(chain.text)
-        chains.append(chain)
-    return chains
+    return distinct_questions(
+        lambda num_terms: draw(rng, num_terms), size, difficulties,
+        held_out=held_out, exclude=exclude, what="chains of {} terms",
+    )  # fmt: skip
 
 
 def draw(rng: random.Random, num_terms: int) -> Chain:
@@ -80,10 +64,7 @@ def draw(rng: random.Random, num_terms: int) -> Chain:
 
 def draw_training(rng: random.Random, difficulties: Sequence[int]) -> Chain:
     """A random chain that is not a held-out question, each difficulty alike."""
-    num_terms = difficulties[rng.randrange(len(difficulties))]
-    while is_held_out((chain := draw(rng, num_terms)).text):
-        pass
-    return chain
+    return draw_for_training(lambda num_terms: draw(rng, num_terms), rng, difficulties)
 
 
 def guess(rng: random.Random, chain: Chain) -> str:
@@ -95,21 +76,6 @@ def guess(rng: random.Random, chain: Chain) -> str:
 def boxed(number: int) -> str:
     """The number as a final answer."""
     return f"\\boxed{{{number}}}"
-
-
-def is_held_out(text: str) -> bool:
-    """Whether a chain belongs to the held-out questions."""
-    return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
-
-
-def _draw_new(
-    rng: random.Random, num_terms: int, held_out: bool, seen: set[str], exclude: Container[str]
-) -> Chain | None:
-    for _ in range(_GIVE_UP_AFTER):
-        chain = draw(rng, num_terms)
-        if is_held_out(chain.text) == held_out and chain.text not in seen and chain.text not in exclude:
-            return chain
-    return None
 
 
 def _operand(rng: random.Random) -> int:

@@ -1,4 +1,4 @@
-"""The model that needs no download: a Qwen2 of 397,056 parameters that reads and writes chain arithmetic."""
+"""The models that need no download: small Qwen2, each with a vocabulary of single characters for one embedded task."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,40 @@ from exgrpo_megatron.errors import ConfigError
 
 PREFIX = "embedded:"
 CHAIN_QWEN2 = "embedded:chain-qwen2"
-KNOWN = (CHAIN_QWEN2,)
+SYMBOLS_QWEN2 = "embedded:symbols-qwen2"
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
-CHARACTERS = "0123456789+-*=?\n}"
 BOX = "\\boxed{"
-"""Written as one token, the last of the 21."""
+"""Written as one token, the last of each vocabulary."""
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A Qwen2 with two layers, four heads and two key-value heads."""
+
+    characters: str
+    """What it can read and write, one token each, beside `SPECIAL_TOKENS` and `BOX`."""
+    hidden_size: int
+    intermediate_size: int
+    probe: str
+    """A text of the task with every kind of character, which the tokenizer must give back."""
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """All tokens in the order of their ids."""
+        return (*SPECIAL_TOKENS, *self.characters, BOX)
+
+
+MODELS = {
+    # 397,056 parameters, a vocabulary of 21.
+    CHAIN_QWEN2: EmbeddedModel("0123456789+-*=?\n}", 128, 384, "7+5=12\n12-3=9\n\\boxed{9}"),
+    # 226,080 parameters, a vocabulary of 42: four letters and two shifts more than unknown_symbols has by now.
+    SYMBOLS_QWEN2: EmbeddedModel("0123456789=?\n}abcdefghijklmnopABCDEFGH", 96, 288, "9E=6\n6B=9\n\\boxed{69}"),
+}
 
 _PAD_ID, _BOS_ID, _EOS_ID = range(3)
 _MARKER = "embedded.json"
 _CONTENT_VERSION = 1
-_PROBE = "7+5=12\n12-3=9\n\\boxed{9}"
 
 # A literal newline before a tag would be eaten, hence the expression.
 _CHAT_TEMPLATE = (
@@ -50,8 +74,8 @@ def materialize(name: str, folder: str | Path, seed: int) -> Path:
     Raises:
         ConfigError: the name is unknown, `folder` holds anything else, or it cannot be written.
     """
-    if name not in KNOWN:
-        raise ConfigError(f"policy.model_name = {name!r} is not an embedded model; there are {', '.join(KNOWN)}")
+    if name not in MODELS:
+        raise ConfigError(f"policy.model_name = {name!r} is not an embedded model; there are {', '.join(MODELS)}")
     target = Path(folder)
     recipe = {"name": name, "seed": seed, "version": _CONTENT_VERSION}
     if _holds(target, recipe):
@@ -72,22 +96,22 @@ def _replace(target: Path, recipe: dict[str, Any], seed: int) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         aside = Path(scratch) / "model"
-        _write(aside, seed)
+        _write(MODELS[recipe["name"]], aside, seed)
         (aside / _MARKER).write_text(json.dumps({**recipe, "files": _hashes(aside)}, indent=2), encoding="utf-8")
         if target.exists():
             target.rename(Path(scratch) / "replaced")
         aside.rename(target)
 
 
-def _write(folder: Path, seed: int) -> None:
+def _write(model: EmbeddedModel, folder: Path, seed: int) -> None:
     # Both take seconds to import, which callers of is_embedded must not pay.
     import torch  # noqa: PLC0415
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
 
     config = Qwen2Config(
-        vocab_size=len(_vocabulary()) + 1,
-        hidden_size=128,
-        intermediate_size=384,
+        vocab_size=len(model.vocabulary),
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -102,8 +126,8 @@ def _write(folder: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), _no_progress_bar():
         torch.manual_seed(seed)
         Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
-    _check_round_trip(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    _tokenizer(model).save_pretrained(folder)
+    _check_round_trip(model, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
 @contextmanager
@@ -120,30 +144,26 @@ def _no_progress_bar() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _vocabulary() -> dict[str, int]:
-    """Every token but the box, as byte-level BPE writes them: the newline is one printable character there."""
-    return {("Ċ" if token == "\n" else token): index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-
-
-def _tokenizer() -> Any:
+def _tokenizer(model: EmbeddedModel) -> Any:
     # transformers makes a Qwen2Tokenizer for every folder with a qwen2 config, whatever class the tokenizer was saved
     # as; only a genuine one therefore reads the same after it was saved.
     from transformers import Qwen2Tokenizer  # noqa: PLC0415
 
     pad, bos, eos = SPECIAL_TOKENS
-    tokenizer = Qwen2Tokenizer(
-        vocab=_vocabulary(), merges=[], unk_token=pad, pad_token=pad, bos_token=bos, eos_token=eos
-    )
+    # Every token but the box, as byte-level BPE writes them: the newline is one printable character there.
+    vocabulary = {("Ċ" if token == "\n" else token): index for index, token in enumerate(model.vocabulary[:-1])}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=pad, pad_token=pad, bos_token=bos, eos_token=eos)
     tokenizer.add_tokens([BOX])
     tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer
 
 
-def _check_round_trip(tokenizer: Any) -> None:
-    ids = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS, BOX))}
-    expected = [ids[character] for character in _PROBE[: _PROBE.index(BOX)]] + [ids[BOX], ids["9"], ids["}"]]
-    found = tokenizer.encode(_PROBE, add_special_tokens=False)
-    if found != expected or tokenizer.decode(found) != _PROBE:
+def _check_round_trip(model: EmbeddedModel, tokenizer: Any) -> None:
+    ids = {token: index for index, token in enumerate(model.vocabulary)}
+    before, _, inside = model.probe.partition(BOX)
+    expected = [ids[token] for token in (*before, BOX, *inside)]
+    found = tokenizer.encode(model.probe, add_special_tokens=False)
+    if found != expected or tokenizer.decode(found) != model.probe:
         raise ConfigError(
             f"the installed transformers reads the embedded model's tokenizer wrongly ({found}, not {expected}); "
             f"install a version that pyproject.toml names"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from exgrpo_megatron.config import DataConfig, DataSourceConfig
-from exgrpo_megatron.data import chain_arithmetic
+from exgrpo_megatron.data.embedded_tasks import TaskQuestion, task_of
 from exgrpo_megatron.data.rows import Row, read_rows
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.errors import ConfigError, DataError
@@ -187,19 +187,17 @@ class _Collected:
 
 def _entries(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[_Entry]:
     if source.path is None:
-        for chain in _generated(source, key, held_out):
-            yield _Entry(chain.text, chain.text, chain.answer, str(chain.num_terms), f"chain {chain.text}")
+        for made in _generated(source, key, held_out):
+            yield _Entry(made.text, made.text, made.answer, made.category, f"generated question {made.text}")
         return
     optional = [column for column in (source.id_key, source.category_key) if column is not None]
     for row in read_rows(source.path, [source.question_key, source.answer_key, *optional], f"{key}.path"):
         yield _entry_of_row(row, source)
 
 
-def _generated(source: DataSourceConfig, key: str, held_out: bool) -> list[chain_arithmetic.Chain]:
+def _generated(source: DataSourceConfig, key: str, held_out: bool) -> list[TaskQuestion]:
     try:
-        return chain_arithmetic.generate(
-            source.generator_size, source.generator_seed, source.generator_difficulties, held_out=held_out
-        )
+        return task_of(source).questions(source, held_out)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 
 from exgrpo_megatron.config import Config, DataSourceConfig
-from exgrpo_megatron.data import chain_arithmetic
+from exgrpo_megatron.data.embedded_tasks import task_of
 from exgrpo_megatron.data.order import permutation
 from exgrpo_megatron.data.questions import check_prompt_texts
 from exgrpo_megatron.data.solutions import read_solutions
@@ -27,7 +27,7 @@ class SFTBatches:
     """Prompts with solutions from `sft.data`, or `data.train` where that is null.
 
     A file's rows come in whole epochs, each reshuffled. A generator writes new questions for every step, none of them
-    held out: a share of `sft.generator_worked_share` with the working, the others with a bare guess near the answer.
+    held out: a share of `sft.generator_worked_share` with the working, the others with a bare guess.
     """
 
     def __init__(self, config: Config, tokenizer: PromptTokenizer) -> None:
@@ -80,9 +80,9 @@ class SFTBatches:
 
     def _generated(self, rng: random.Random) -> Example:
         for _ in range(_REDRAWS_PER_EXAMPLE):
-            chain = chain_arithmetic.draw_training(rng, self._source.generator_difficulties)
-            worked = rng.random() < self._config.sft.generator_worked_share
-            example = self._example(chain.text, chain.worked if worked else chain_arithmetic.guess(rng, chain))
+            example = self._example(
+                *task_of(self._source).solution(rng, self._source, self._config.sft.generator_worked_share)
+            )
             if example is not None:
                 return example
         raise DataError(f"{self._key}: no generated solution can be used: {self._dropped()}")

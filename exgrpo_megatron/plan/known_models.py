@@ -58,6 +58,9 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "embedded:chain-qwen2": _qwen2(
         128, 384, 2, 4, 2, vocab_size=21, rope_theta=1e4, tie_word_embeddings=True, max_position_embeddings=1024
     ),
+    "embedded:symbols-qwen2": _qwen2(
+        96, 288, 2, 4, 2, vocab_size=42, rope_theta=1e4, tie_word_embeddings=True, max_position_embeddings=1024
+    ),
     "Qwen/Qwen2.5-Math-1.5B": _qwen2(
         1536, 8960, 28, 12, 2, vocab_size=151936, rope_theta=1e4, tie_word_embeddings=True, max_position_embeddings=4096
     ),

@@ -19,7 +19,17 @@ from launch import python_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-ALIKE = ("reward/", "groups/", "experience/", "policy/", "ratio_", "data/", "rollout/tokens", "rollout/truncated")
+ALIKE = (
+    "reward/",
+    "groups/",
+    "experience/",
+    "policy/",
+    "ratio_",
+    "data/",
+    "rollout/answers",
+    "rollout/tokens",
+    "rollout/truncated",
+)
 """Metrics that describe the run, not the machine."""
 OF_A_LAYOUT = ("experience/shard_answers", "experience/stored_bytes", "rollout/tokens_per_s", "policy/padding_share")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.data.embedded_model import CHAIN_QWEN2, materialize
+from exgrpo_megatron.data.embedded_model import CHAIN_QWEN2, SYMBOLS_QWEN2, materialize
 from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
 
 CHATML = (
@@ -28,6 +28,16 @@ def chain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def chain_tokenizer(chain_folder: Path) -> PromptTokenizer:
     return load_tokenizer(chain_folder)
+
+
+@pytest.fixture(scope="session")
+def symbols_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return materialize(SYMBOLS_QWEN2, tmp_path_factory.mktemp("embedded") / "symbols", seed=0)
+
+
+@pytest.fixture(scope="session")
+def symbols_tokenizer(symbols_folder: Path) -> PromptTokenizer:
+    return load_tokenizer(symbols_folder)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from exgrpo_megatron.data.chain_arithmetic import Chain, draw, draw_training, generate, guess, is_held_out
+from exgrpo_megatron.data.chain_arithmetic import Chain, draw, draw_training, generate, guess
+from exgrpo_megatron.data.generated import is_held_out
 from exgrpo_megatron.errors import DataError
 
 DIFFICULTIES = (2, 3, 4, 5, 6)

@@ -40,6 +40,23 @@ def test_autotokenizer_reads_it_and_its_chat_template(chain_folder):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<bos>7+5=?\n\\boxed{12}<eos>"
 
 
+def test_the_model_of_unknown_symbols_has_226080_parameters_and_reads_its_task(symbols_folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # Embedding 42*96; a layer: q 96*96+96, k and v 96*48+48 each, o 96*96, three 96*288, two norms of 96; the last
+    # norm 96: 4032 + 2 * 110,976 + 96.
+    model = AutoModelForCausalLM.from_pretrained(symbols_folder)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 226_080
+    tokenizer = AutoTokenizer.from_pretrained(symbols_folder)
+    messages = [{"role": "user", "content": "9cd"}, {"role": "assistant", "content": "9E=6\n6B=9\n\\boxed{69}"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == "<bos>9cd=?\n9E=6\n6B=9\n\\boxed{69}<eos>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # One token a character, but for <bos>, <eos> and the box.
+    assert len(ids) == 1 + len("9cd=?.9E=6.6B=9.") + 1 + len("69}") + 1
+    assert tokenizer.decode(ids) == text
+
+
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(chain_folder, tmp_path):
     same = materialize(CHAIN_QWEN2, tmp_path / "same", seed=0)
     other = materialize(CHAIN_QWEN2, tmp_path / "other", seed=1)

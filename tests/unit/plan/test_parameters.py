@@ -9,7 +9,7 @@ import pytest
 from exgrpo_conversion.architecture import Architecture
 from exgrpo_conversion.mapping import manifest
 from exgrpo_megatron.config import MegatronConfig
-from exgrpo_megatron.data.embedded_model import CHAIN_QWEN2, materialize
+from exgrpo_megatron.data.embedded_model import CHAIN_QWEN2, MODELS, materialize
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.plan.known_models import KNOWN_MODELS, find_architecture
 from exgrpo_megatron.plan.parameters import model_elements, stages
@@ -17,6 +17,7 @@ from exgrpo_megatron.plan.parameters import model_elements, stages
 # The "total parameters" of the safetensors files on the Hugging Face hub.
 PUBLISHED = {
     "embedded:chain-qwen2": 397_056,
+    "embedded:symbols-qwen2": 226_080,
     "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
     "Elliott/Qwen2.5-Math-7B-16k-think": 7_615_616_512,
@@ -40,11 +41,12 @@ def test_known_shapes_have_the_published_number_of_parameters(name):
     assert model_elements(arch) == sum(math.prod(shape) for shape in manifest(arch).values())
 
 
-def test_the_known_shape_of_the_embedded_model_is_the_one_it_is_written_with(tmp_path):
-    materialize(CHAIN_QWEN2, tmp_path / "model", seed=0)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_known_shape_of_an_embedded_model_is_the_one_it_is_written_with(tmp_path, name):
+    materialize(name, tmp_path / "model", seed=0)
     found = find_architecture(str(tmp_path / "model"))
     assert found is not None
-    assert found[0] == architecture(CHAIN_QWEN2)
+    assert found[0] == architecture(name)
 
 
 def test_norms_of_queries_and_keys_are_counted():

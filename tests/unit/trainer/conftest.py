@@ -31,13 +31,13 @@ def shared_verifier():
 
 @pytest.fixture(scope="session")
 def shared_model(tmp_path_factory):
-    """Seed of the embedded model's weights -> its folder."""
+    """Name and seed of an embedded model -> its folder."""
     folders = {}
 
     def folder_of(name, seed):
-        if seed not in folders:
-            folders[seed] = materialize(name, tmp_path_factory.mktemp("embedded") / "model", seed)
-        return folders[seed]
+        if (name, seed) not in folders:
+            folders[name, seed] = materialize(name, tmp_path_factory.mktemp("embedded") / "model", seed)
+        return folders[name, seed]
 
     return folder_of
 

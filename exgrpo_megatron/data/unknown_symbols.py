@@ -1,0 +1,119 @@
+"""An embedded task: a made-up notation that has to be worked out from right and wrong alone.
+
+A question such as "9cd" is a digit and some letters; its difficulty is the number of letters. Each letter secretly
+means one of six known shifts of a digit, A to F (modulo 10). The answer applies them in turn and boxes every partial
+result, "9E=6\\n6B=9\\n\\\\boxed{69}": the shifts differ, so that a wrong reading is never right by luck. A base model
+computes well but does not know the meanings: of each letter it believes the prior below, which holds the true meaning
+for 8 to 25% likely. What it finds out about a letter helps with every question that has it, the held-out ones included.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from exgrpo_megatron.data.generated import distinct_questions, draw_for_training
+
+LETTERS = "abcdefghijkl"
+SHIFTS = {"A": 1, "B": 3, "C": 4, "D": 6, "E": 7, "F": 9}
+"""Name and amount of each shift."""
+
+_PRIOR_SEED = 1
+_PRIOR_FLOOR = 0.25
+"""Share of the prior that is spread evenly, so that no meaning is out of reach."""
+_LIKELY = (0.08, 0.25)
+"""The prior of a true meaning: neither known from the start nor too rare to be found."""
+
+
+@dataclass(frozen=True)
+class SymbolQuestion:
+    """One question of the task."""
+
+    text: str
+    """Such as "9cd"."""
+    answer: str
+    """All partial results, such as "69"."""
+    worked: str
+    """The solution line by line."""
+    num_letters: int
+
+
+def generate(
+    size: int,
+    seed: int,
+    difficulties: Sequence[int],
+    *,
+    meanings: Mapping[str, str],
+    held_out: bool,
+    exclude: Container[str] = (),
+) -> list[SymbolQuestion]:
+    """`size` distinct questions under these meanings, with the numbers of letters in turn.
+
+    The same arguments give the same questions everywhere; other meanings change the answers only.
+
+    Raises:
+        DataError: there are not as many questions.
+    """
+    rng = random.Random(seed)
+    return distinct_questions(
+        lambda num_letters: draw(rng, num_letters, meanings.__getitem__), size, difficulties,
+        held_out=held_out, exclude=exclude, what="questions of {} letters",
+    )  # fmt: skip
+
+
+def draw(rng: random.Random, num_letters: int, reading: Callable[[str], str]) -> SymbolQuestion:
+    """A random question, solved with the shift that `reading` gives for each letter."""
+    digit, letters = rng.randrange(10), [LETTERS[rng.randrange(len(LETTERS))] for _ in range(num_letters)]
+    value, lines, results = digit, [], ""
+    for shift in map(reading, letters):
+        result = (value + SHIFTS[shift]) % 10
+        lines.append(f"{value}{shift}={result}")
+        results += str(result)
+        value = result
+    return SymbolQuestion(
+        f"{digit}{''.join(letters)}", results, "\n".join([*lines, f"\\boxed{{{results}}}"]), num_letters
+    )
+
+
+def draw_training(rng: random.Random, difficulties: Sequence[int]) -> SymbolQuestion:
+    """A question that is not a held-out one, solved validly with readings from the prior: what a base model learns."""
+    return draw_for_training(
+        lambda num_letters: draw(rng, num_letters, lambda letter: _believed(rng, letter)), rng, difficulties
+    )
+
+
+def guess(rng: random.Random, question: SymbolQuestion) -> str:
+    """A bare box with as many random digits."""
+    return f"\\boxed{{{''.join(str(rng.randrange(10)) for _ in range(question.num_letters))}}}"
+
+
+@cache
+def prior() -> dict[str, dict[str, float]]:
+    """What the base model believes of each letter: the probability of every shift. The same everywhere and always."""
+    rng = random.Random(_PRIOR_SEED)
+    table = {}
+    for letter in LETTERS:
+        # Exponential draws over their sum are uniform over all distributions.
+        drawn = [rng.expovariate(1.0) for _ in SHIFTS]
+        floor = _PRIOR_FLOOR / len(SHIFTS)
+        table[letter] = {
+            shift: floor + (1 - _PRIOR_FLOOR) * value / sum(drawn) for shift, value in zip(SHIFTS, drawn, strict=True)
+        }
+    return table
+
+
+def meanings(seed: int) -> dict[str, str]:
+    """The hidden meaning of every letter: one that the prior holds for 8 to 25% likely."""
+    rng = random.Random(f"meanings:{seed}")
+    lowest, highest = _LIKELY
+    return {
+        letter: rng.choice([shift for shift, probability in believed.items() if lowest <= probability <= highest])
+        for letter, believed in prior().items()
+    }
+
+
+def _believed(rng: random.Random, letter: str) -> str:
+    believed = prior()[letter]
+    return rng.choices(list(believed), list(believed.values()))[0]
