@@ -19,10 +19,11 @@ from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.simulation.learner import Growth
 from exgrpo_megatron.simulation.outcome import buckets_table, steps_table, summary, summary_table, write_outcome
 from exgrpo_megatron.simulation.rates import Rates, find_rates, is_distribution
-from exgrpo_megatron.simulation.run import Assumptions, Simulated, simulate
+from exgrpo_megatron.simulation.run import Assumptions, Simulated, not_simulated, simulate
 
 _HEADER_BYTES, _TOKEN_BYTES = 60, 4.0
 """Of a stored answer on disk: measured in benchmarks/experience.py, 3 to 5 bytes a token."""
+_SHOWN_WARNINGS = 3
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,17 @@ def simulate_and_report(config: Config, request: SimulateRequest) -> None:
         )
     assumptions = _assumptions(config, request, rates)
     run = _with_progress(config, rates, assumptions, quiet=request.as_json)
-    found = summary(run, len(rates.values))
+    found = summary(run)
     if request.out is not None:
         write_outcome(request.out, run, found, assumptions, rates.words)
     if request.as_json:
         sys.stdout.write(json.dumps({"summary": found, "steps": run.records}) + "\n")
         return
     console = Console()
-    console.print(steps_table(run), "", buckets_table(run), "", summary_table(found), sep="\n")
-    console.print(f"\npass rates: {rates.words}; growth in logits: {assumptions.growth}", soft_wrap=True)
+    console.print(steps_table(run), "", buckets_table(run), "", summary_table(found), "", sep="\n")
+    for line in (*not_simulated(config), *_first_warnings(run.warnings)):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"pass rates: {rates.words}; growth in logits: {assumptions.growth}", soft_wrap=True)
     if request.out is not None:
         console.print(f"written to {request.out}: simulation.json, .csv, .png, metrics.jsonl", soft_wrap=True)
 
@@ -112,6 +115,11 @@ def _with_progress(config: Config, rates: Rates, assumptions: Assumptions, *, qu
     for _ in steps:
         pass
     return run
+
+
+def _first_warnings(warnings: list[str]) -> list[str]:
+    more = len(warnings) - _SHOWN_WARNINGS
+    return [*warnings[:_SHOWN_WARNINGS], *([f"{more} more warnings of the trainer"] if more > 0 else [])]
 
 
 def _refuse_a_real_run(folder: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,16 @@ from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.metrics import JsonlSink
 from exgrpo_megatron.recipe import dump_recipe
 from exgrpo_megatron.report.dashboard import STYLE
-from exgrpo_megatron.report.panels import AMBER, BLUE, GREEN, GREY, draw_buckets, draw_buffer, draw_groups, draw_pass_rate
+from exgrpo_megatron.report.panels import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    draw_buckets,
+    draw_buffer,
+    draw_groups,
+    draw_pass_rate,
+)
 from exgrpo_megatron.report.run_data import RunData
 from exgrpo_megatron.simulation.run import Assumptions, Simulated
 
@@ -33,7 +43,7 @@ _RECENT = 0.1
 """Share of the steps whose pace decides when new questions will run out."""
 
 
-def summary(run: Simulated, questions: int) -> dict[str, Any]:
+def summary(run: Simulated) -> dict[str, Any]:
     """What became of replay, of the questions and of the buffer; null for what did not happen."""
     steps, last = run.records, run.records[-1]
     batch = run.config.grpo.num_prompts_per_step
@@ -41,7 +51,7 @@ def summary(run: Simulated, questions: int) -> dict[str, Any]:
     replayed = [step["experience/replayed_questions"] for step in steps]
     return {
         "steps": len(steps),
-        "questions": questions,
+        "questions": run.num_questions,
         "replay_starts_at_step": _first(steps, "experience/replay_on", 1),
         "full_share_from_step": _first(steps, "experience/replayed_questions", full) if full else None,
         "mean_replay_share": sum(replayed) / (batch * len(steps)),
@@ -50,8 +60,8 @@ def summary(run: Simulated, questions: int) -> dict[str, Any]:
         "stored_bytes": last["experience/stored_bytes"],
         "most_stored_answers": max(step["experience/stored_answers"] for step in steps),
         "retired_questions": last["experience/retired"],
-        "retired_share": last["experience/retired"] / questions,
-        "epochs_of_new_questions": sum(_taken(run)) / questions,
+        "retired_share": last["experience/retired"] / run.num_questions,
+        "epochs_of_new_questions": sum(_taken(run)) / run.num_questions,
         "new_questions_left": last["data/questions_left"],
         "steps_until_new_questions_run_out": steps_left(run),
         "mean_true_pass_rate": run.true_rates[-1],
@@ -128,9 +138,11 @@ def draw_outcome(run: Simulated, name: str) -> Figure:
         figure = Figure(figsize=(14.0, 7.0), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
         FigureCanvasAgg(figure)
         panels: list[Axes] = list(figure.subplots(2, 3).flat)
-        for ax, draw in zip(panels, (draw_pass_rate, draw_buckets, draw_buffer, draw_groups, _draw_share, _draw_use),
-                            strict=True):  # fmt: skip
+        draws = (draw_pass_rate, draw_buckets, draw_buffer, draw_groups, _draw_share)
+        for ax, draw in zip(panels[:-1], draws, strict=True):
             draw(ax, data)
+        _draw_use(panels[-1], run)
+        for ax in panels:
             ax.set_xlim(0.5, len(run.records) + 0.5)
             ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
         for ax in panels[3:]:
@@ -148,18 +160,22 @@ def _draw_share(ax: Axes, run: RunData) -> None:
     ax.legend(fontsize=8)
 
 
-def _draw_use(ax: Axes, run: RunData) -> None:
+def _draw_use(ax: Axes, run: Simulated) -> None:
     ax.set_title("New questions")
-    left, epoch = run.series("data/questions_left"), run.series("data/epoch")
-    ax.plot(left.steps, left.values, color=GREEN, lw=1.6, label="questions of the next epoch")
+    steps = [step["step"] for step in run.records]
+    ax.plot(
+        steps, [step["data/questions_left"] for step in run.records], color=GREEN, lw=1.6, label="left for an epoch"
+    )
     ax.set_ylim(bottom=0)
     right = ax.twinx()
-    right.plot(epoch.steps, epoch.values, color=AMBER, lw=1.3, ls="--", label="epoch (right)")
+    used = list(accumulate(taken / run.num_questions for taken in _taken(run)))
+    right.plot(steps, used, color=AMBER, lw=1.3, ls="--", label="used up so far, in data sets (right)")
     right.grid(visible=False)
-    right.yaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_ylim(0, max(1.0, 1.3 * epoch.values.max()))
+    right.spines["right"].set_visible(True)
+    right.tick_params(axis="y", colors=AMBER)
+    right.set_ylim(bottom=0)
     handles = ax.get_legend_handles_labels()[0] + right.get_legend_handles_labels()[0]
-    ax.legend(handles=handles, fontsize=8, loc="lower left")
+    ax.legend(handles=handles, fontsize=8, loc="lower right")
 
 
 def _taken(run: Simulated) -> list[float]:

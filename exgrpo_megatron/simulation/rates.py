@@ -103,7 +103,9 @@ def _rates_of_run(run: RunData, rng: np.random.Generator) -> Rates:
     if not records:
         raise DataError(f"{run.name}: this run has no training step yet, so there are no pass rates to simulate with")
     if "experience/bucket_1" not in records[0]:
-        raise DataError(f"{run.name}: this run kept no experience, and without buckets nothing says how pass rates vary")
+        raise DataError(
+            f"{run.name}: this run kept no experience, and without buckets nothing says how pass rates vary"
+        )
     size = run.config.grpo.num_generations_per_prompt
     right = np.arange(size + 1, dtype=np.float64)
     a, b = fit_beta(right, _first_counts(run, records[:_FIRST_STEPS]))
@@ -165,7 +167,9 @@ def _rates_of_answers(path: Path, rng: np.random.Generator) -> Rates:
     total = np.array([len(listed) for listed in tried.values()], dtype=np.float64)
     size = int(total.max())
     whole = right[total == size]
-    a, b = fit_beta(np.arange(size + 1, dtype=np.float64), np.bincount(whole.astype(int), minlength=size + 1))
+    a, b = fit_beta(
+        np.arange(size + 1, dtype=np.float64), np.bincount(whole.astype(int), minlength=size + 1).astype(np.float64)
+    )
     return Rates(rng.beta(a + right, b + total - right), f"{path.name} ({size} answers a question)")
 
 
@@ -193,7 +197,7 @@ def _beta(numbers: list[float], questions: int, rng: np.random.Generator) -> Flo
     _check_count("beta", numbers, 2)
     if min(numbers) <= 0:
         raise ConfigError(f"--rates beta:{numbers[0]:g},{numbers[1]:g}: both must be above 0")
-    return rng.beta(*numbers, size=questions)
+    return rng.beta(numbers[0], numbers[1], size=questions)
 
 
 _DRAWS: dict[str, Callable[[list[float], int, np.random.Generator], FloatArray]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ MEANINGLESS = ("experience/shard_answers", "experience/padded_logprobs")
 class Assumptions:
     """What a simulation takes for granted beside the recipe."""
 
-    growth: Growth = Growth()
+    growth: Growth = field(default_factory=Growth)
     distinct: int | None = None
     """Different right answers of a question; None: no two answers are alike."""
     answer_bytes: float = 3000.0
@@ -54,14 +54,17 @@ class Simulated:
 
     config: Config
     """The recipe as it was asked for."""
+    num_questions: int
     records: list[dict[str, float]]
     """A dict of metrics a step, under the names of a real run's, with its "step"."""
     true_rates: list[float]
     """Mean true pass rate over all questions after each step."""
+    warnings: list[str]
+    """What the trainer warned of, with the step."""
 
 
 def simulate(
-    config: Config, rates: Rates, assumptions: Assumptions, after_step: Callable[[int], None] = lambda step: None
+    config: Config, rates: Rates, assumptions: Assumptions, after_step: Callable[[int], object] | None = None
 ) -> Simulated:
     """`grpo.max_num_steps` steps of the recipe on questions of these pass rates; equal seeds give equal runs.
 
@@ -72,16 +75,33 @@ def simulate(
     parts = _parts(config, learner, assumptions)
     records: list[dict[str, float]] = []
     true_rates: list[float] = []
+    warnings: list[str] = []
 
     def keep(result: StepResult) -> bool:
         records.append({"step": result.step, **_metrics(result, assumptions.answer_bytes)})
         true_rates.append(learner.mean_rate)
-        after_step(result.step)
+        warnings.extend(f"step {result.step}: {warning}" for warning in result.warnings)
+        if after_step is not None:
+            after_step(result.step)
         return True
 
     Trainer(parts).fit(config.grpo.max_num_steps, keep)
     parts.experience.close()
-    return Simulated(config, records, true_rates)
+    return Simulated(config, len(rates.values), records, true_rates, warnings)
+
+
+def not_simulated(config: Config) -> list[str]:
+    """What the recipe asks for and a simulation leaves out."""
+    experience, left_out = config.experience, []
+    if experience.prefill_path is not None:
+        left_out.append("experience.prefill_path: the run begins without stored answers")
+    if experience.answer_choice is not None and needs_scoring(experience.answer_choice, 2):
+        left_out.append(
+            f"experience.answer_choice = {experience.answer_choice}: drawn at random, for want of a policy's scores"
+        )
+    if config.data.validation is not None:
+        left_out.append("data.validation: nothing is evaluated")
+    return left_out
 
 
 def simulated_config(config: Config, answer_bytes: float) -> Config:
@@ -127,9 +147,7 @@ def _parts(config: Config, learner: Learner, assumptions: Assumptions) -> Parts:
 
 def _metrics(result: StepResult, answer_bytes: float) -> dict[str, float]:
     kept = {
-        name: value
-        for name, value in result.metrics.items()
-        if name.startswith(MEANINGFUL) and name not in MEANINGLESS
+        name: value for name, value in result.metrics.items() if name.startswith(MEANINGFUL) and name not in MEANINGLESS
     }
     if "experience/stored_bytes" in kept:
         kept["experience/stored_bytes"] = round(kept["experience/stored_answers"] * answer_bytes)
