@@ -9,12 +9,13 @@ from typing import Any
 from exgrpo_megatron.algorithm.batch import balanced_shares, minibatches, objective, train_sequences
 from exgrpo_megatron.algorithm.chance import generator
 from exgrpo_megatron.algorithm.replay_schedule import ReplaySchedule
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.graded_rollouts import GradedRollouts
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.replay_draw import ReplayDraw
 from exgrpo_megatron.rewards.alarm import RewardAlarm
-from exgrpo_megatron.step_metrics import StepClock, StepRecord, pass_rate, step_metrics, step_warnings
+from exgrpo_megatron.step_metrics import StepClock, StepRecord, pass_rate, step_events, step_metrics, step_warnings
 from exgrpo_megatron.types import Group, Slot, UpdateResult
 
 QUESTIONS_BEYOND_A_BATCH = 20
@@ -29,6 +30,8 @@ class StepResult:
     groups: list[Group]
     metrics: dict[str, float]
     warnings: list[str]
+    events: list[Event]
+    """What happened to the questions, for the run's history; none where logger.experience_history is false."""
 
 
 class Trainer:
@@ -82,7 +85,13 @@ class Trainer:
             total_skipped=self.skipped_updates,
         )
         metrics = step_metrics(self.parts, record, clock)
-        return StepResult(step, groups, metrics, [*self.alarm.observe(verdicts), *step_warnings(record)])
+        return StepResult(
+            step,
+            groups,
+            metrics,
+            [*self.alarm.observe(verdicts), *step_warnings(record)],
+            step_events(self.parts, record),
+        )
 
     def push_weights(self) -> None:
         """Give the rollout engine the policy's weights."""

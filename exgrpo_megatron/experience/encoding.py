@@ -77,7 +77,7 @@ def decode(record: bytes) -> Record:
     planes = np.frombuffer(_decompressed(record[name_end:], wide * length), np.uint8).reshape(wide, length)
     token_ids = _joined(planes[:id_bytes]).astype(np.int32)
     values = _joined(planes[id_bytes:])
-    answer = StoredAnswer(_frozen(token_ids), _frozen(_logprobs(values, kind)), version, step)
+    answer = StoredAnswer(_frozen(token_ids), _frozen(_logprobs(values, kind)), version, step, serial)
     return Record(record[HEADER_BYTES:name_end].decode(), serial, answer)
 
 

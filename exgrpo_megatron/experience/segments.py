@@ -42,6 +42,7 @@ class Segment:
         self.live_bytes = 0
         """Of records that somebody still needs; kept by the store."""
         self.sealed = False
+        self._holed = False
         self._memory = bytearray()
         self._waiting: list[bytes] = []
         self._pins = _Pins()
@@ -54,7 +55,7 @@ class Segment:
         """A segment that is there already: the file at `path`, or `content` in memory."""
         segment = cls.__new__(cls)
         segment.path, segment.size, segment.checksum = path, sealed.size, sealed.checksum
-        segment.live_bytes, segment.sealed = 0, True
+        segment.live_bytes, segment.sealed, segment._holed = 0, True, False
         segment._memory, segment._waiting, segment._pins = bytearray(content or b""), [], _Pins()
         return segment
 
@@ -116,6 +117,24 @@ class Segment:
             logger.warning("%s: cannot be read (%s)", self.path, error)
             return b""
 
+    def is_there(self) -> bool:
+        """Whether the file has every byte that was flushed; not whether they are the same."""
+        if self.path is None:
+            return True
+        try:
+            return not self._holed and self.path.stat().st_size >= self._flushed
+        except OSError as error:
+            logger.warning("%s: cannot be read (%s)", self.path, error)
+            return False
+
+    def fill_up(self) -> None:
+        """Where the file is not there as `is_there` says, make it as long again, so that what follows finds its place;
+        raises OSError where that cannot be done."""
+        if self.path is not None and not self.is_there():
+            self._holed = True
+            with self.path.open("ab") as file:
+                file.truncate(self._flushed)
+
     def is_unchanged(self) -> bool:
         """Whether a sealed segment is what was sealed, every byte of it."""
         return checksum_of(self) == self.fixed
@@ -146,6 +165,10 @@ class Segment:
         """Delete the file, once it is not pinned; checkpoints have links of their own."""
         if self._pins.doom():
             self._unlink()
+
+    @property
+    def _flushed(self) -> int:
+        return self.size - sum(map(len, self._waiting))
 
     def _unlink(self) -> None:
         self._memory.clear()
