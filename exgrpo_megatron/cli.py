@@ -393,12 +393,36 @@ def export(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)]) -> None:
-    """Draw the dashboard of a run, finished or not."""
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)],
+    html: Annotated[
+        bool, typer.Option("--html", help="One HTML file instead, to be opened from disk: charts, every question.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="With --html: the file. Default: <run>/report.html", show_default=False)
+    ] = None,
+    max_answer_texts: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --html: so many replayed answers have their text. Default: 5000",
+                     show_default=False),
+    ] = None,
+) -> None:
+    """Draw the dashboard of a run, finished or not; with --html, a page with its questions and answers."""
     quiet_libraries()
+    console = Console()
+    if html:
+        from exgrpo_megatron.report.html_page import MAX_ANSWER_TEXTS, write_page  # noqa: PLC0415
+
+        path, notes = write_page(run, out, MAX_ANSWER_TEXTS if max_answer_texts is None else max_answer_texts)
+        for note in notes:
+            console.print(note, markup=False, soft_wrap=True, highlight=False)
+        console.print(f"report: {path}", markup=False, soft_wrap=True, highlight=False)
+        return
+    if out is not None or max_answer_texts is not None:
+        raise ConfigError("--out and --max-answer-texts are for --html")
     from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
 
-    Console().print(f"dashboard: {write_dashboard(run)}", soft_wrap=True, highlight=False)
+    console.print(f"dashboard: {write_dashboard(run)}", soft_wrap=True, highlight=False)
 
 
 @app.command()

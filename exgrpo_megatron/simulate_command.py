@@ -55,7 +55,7 @@ def simulate_and_report(config: Config, request: SimulateRequest) -> None:
             f"questions of --rates {request.rates}; give more with --questions"
         )
     assumptions = _assumptions(config, request, rates)
-    run = _with_progress(config, rates, assumptions, quiet=request.as_json)
+    run = _with_progress(config, rates, assumptions, request)
     found = summary(run)
     if request.out is not None:
         write_outcome(request.out, run, found, assumptions, rates.words)
@@ -68,7 +68,7 @@ def simulate_and_report(config: Config, request: SimulateRequest) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.print(f"pass rates: {rates.words}; growth in logits: {assumptions.growth}", soft_wrap=True)
     if request.out is not None:
-        console.print(f"written to {request.out}: simulation.json, .csv, .png, metrics.jsonl", soft_wrap=True)
+        console.print(f"written to {request.out}: simulation.json, .csv and .png, metrics and history", soft_wrap=True)
 
 
 def _rates(config: Config, request: SimulateRequest) -> Rates:
@@ -106,12 +106,14 @@ def _assumptions(config: Config, request: SimulateRequest, rates: Rates) -> Assu
     )
 
 
-def _with_progress(config: Config, rates: Rates, assumptions: Assumptions, *, quiet: bool) -> Simulated:
+def _with_progress(config: Config, rates: Rates, assumptions: Assumptions, request: SimulateRequest) -> Simulated:
     console = Console(stderr=True)
     steps = iter(track(range(config.grpo.max_num_steps), "simulating", console=console, transient=True,
-                       disable=quiet or not console.is_terminal))  # fmt: skip
+                       disable=request.as_json or not console.is_terminal))  # fmt: skip
     next(steps)
-    run = simulate(config, rates, assumptions, lambda _: next(steps, None))
+    run = simulate(
+        config, rates, assumptions, after_step=lambda _: next(steps, None), keep_events=request.out is not None
+    )
     for _ in steps:
         pass
     return run

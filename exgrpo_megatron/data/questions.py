@@ -97,6 +97,20 @@ def load_questions(
     return collected.finish(key, source.path or f"generator {source.generator}")
 
 
+def question_texts(source: DataSourceConfig) -> dict[str, Question]:
+    """Training questions as they were written, by id, without a tokenizer: their prompts are empty, and those that a run
+    leaves out for their length are among them.
+
+    Raises:
+        DataError: the file is missing, or at the first row that cannot be read.
+    """
+    no_prompt = np.zeros(0, dtype=np.int32)
+    return {
+        entry.id: Question(entry.id, no_prompt, entry.answer, entry.text, entry.category)
+        for entry in _entries(source, "data.train", False)
+    }
+
+
 def check_disjoint(train: QuestionSet, validation: QuestionSet) -> int:
     """Number of validation questions whose text is also a training question's."""
     texts = {question.text for question in train.questions}

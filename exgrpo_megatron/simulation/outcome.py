@@ -20,6 +20,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.table import Table
 
 from exgrpo_megatron.config import whole_share
+from exgrpo_megatron.experience.history import HISTORY_FILE, HistoryWriter
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.metrics import JsonlSink
 from exgrpo_megatron.recipe import dump_recipe
@@ -117,13 +118,17 @@ def summary_table(found: dict[str, Any]) -> Table:
 
 
 def write_outcome(folder: Path, run: Simulated, found: dict[str, Any], assumptions: Assumptions, rates: str) -> None:
-    """`simulation.json`, `.csv` and `.png`, and recipe and metrics as a run has them, for `exgrpo report`."""
+    """`simulation.json`, `.csv` and `.png`, and recipe, metrics and history as a run has them, for `exgrpo report`."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "recipe.yaml", dump_recipe(run.config))
     sink = JsonlSink(folder / "metrics.jsonl")
     sink.truncate_after(-1)
     for step in run.records:
         sink.write(int(step["step"]), {name: value for name, value in step.items() if name != "step"})
+    history = HistoryWriter(folder / HISTORY_FILE)
+    history.truncate_after(-1)
+    for number, events in run.events:
+        history.write(number, events)
     content = {"rates": rates, "assumptions": asdict(assumptions), "summary": found}
     replace_text(folder / "simulation.json", json.dumps(content, indent=1) + "\n")
     replace_text(folder / "simulation.csv", _csv(run))

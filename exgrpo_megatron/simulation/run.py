@@ -16,6 +16,7 @@ from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.encoding import encode
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.selection import needs_scoring
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rollout.protocol import SamplingParams
@@ -61,10 +62,17 @@ class Simulated:
     """Mean true pass rate over all questions after each step."""
     warnings: list[str]
     """What the trainer warned of, with the step."""
+    events: list[tuple[int, list[Event]]]
+    """What happened to the questions, step by step, if it was asked for."""
 
 
 def simulate(
-    config: Config, rates: Rates, assumptions: Assumptions, after_step: Callable[[int], object] | None = None
+    config: Config,
+    rates: Rates,
+    assumptions: Assumptions,
+    *,
+    after_step: Callable[[int], object] | None = None,
+    keep_events: bool = False,
 ) -> Simulated:
     """`grpo.max_num_steps` steps of the recipe on questions of these pass rates; equal seeds give equal runs.
 
@@ -72,22 +80,25 @@ def simulate(
         DataError: there are fewer questions than a step needs.
     """
     learner = Learner(rates.values, assumptions.growth, rates.curve)
-    parts = _parts(config, learner, assumptions)
+    logger = config.logger.model_copy(update={"experience_history": keep_events})
+    parts = _parts(config.model_copy(update={"logger": logger}), learner, assumptions)
     records: list[dict[str, float]] = []
     true_rates: list[float] = []
     warnings: list[str] = []
+    events: list[tuple[int, list[Event]]] = []
 
     def keep(result: StepResult) -> bool:
         records.append({"step": result.step, **_metrics(result, assumptions.answer_bytes)})
         true_rates.append(learner.mean_rate)
         warnings.extend(f"step {result.step}: {warning}" for warning in result.warnings)
+        events.append((result.step, result.events))
         if after_step is not None:
             after_step(result.step)
         return True
 
     Trainer(parts).fit(config.grpo.max_num_steps, keep)
     parts.experience.close()
-    return Simulated(config, len(rates.values), records, true_rates, warnings)
+    return Simulated(config, len(rates.values), records, true_rates, warnings, events)
 
 
 def not_simulated(config: Config) -> list[str]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from exgrpo_megatron.errors import ConfigError, DataError
+from exgrpo_megatron.experience.history import HISTORY_FILE, read_history
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.simulation.learner import Growth, Learner
 from exgrpo_megatron.simulation.outcome import draw_outcome, steps_left, summary, write_outcome
@@ -207,11 +208,13 @@ def test_what_is_left_out_is_said():
 
 def test_the_outcome_is_written_as_files_and_pictures(tmp_path):
     assumptions = Assumptions(NOTHING_LEARNED)
-    run = simulate(recipe(), constant(0.5, 100), assumptions)
+    run = simulate(recipe(), constant(0.5, 100), assumptions, keep_events=True)
     write_outcome(tmp_path / "out", run, summary(run), assumptions, "constant:0.5")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "metrics.jsonl", "recipe.yaml", "simulation.csv", "simulation.json", "simulation.png",
+        "experience_history.jsonl", "metrics.jsonl", "recipe.yaml", "simulation.csv", "simulation.json", "simulation.png",
     ]  # fmt: skip
+    tried = [event for _, events in read_history(tmp_path / "out" / HISTORY_FILE) for event in events]
+    assert sum(event.kind == "tried" for event in tried) == 4 * 8
     lines = (tmp_path / "out" / "simulation.csv").read_text().splitlines()
     assert len(lines) == 5
     assert lines[0].endswith("true_pass_rate")
