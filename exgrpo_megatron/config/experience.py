@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from exgrpo_megatron.config.alarms import AlarmsConfig
 from exgrpo_megatron.config.choices import (
     DEFAULT_BETA,
     SHAPING_MEANING,
@@ -14,11 +15,21 @@ from exgrpo_megatron.config.choices import (
     Shaping,
     check_beta,
 )
+from exgrpo_megatron.config.guards import GuardsConfig
 from exgrpo_megatron.config.replay_step import ReplayStepConfig
 from exgrpo_megatron.config.section import Name, PositiveFloat, PositiveInt, Section, Share, key
 
 Difficulty = Literal["last_group", "window", "reward_variance"]
 Eviction = Literal["oldest", "highest_entropy", "least_recently_replayed"]
+
+
+class ReturnRetiredConfig(Section):
+    """How retired questions are brought back: to new sampling, and to replay once a new answer of them is stored."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = key(
+        ..., "share of the retired questions brought back at a time, rounded down but at least one, drawn at random"
+    )
+    period: PositiveInt = key(..., "steps between two times", "steps")
 
 
 class ExperienceConfig(Section):
@@ -32,8 +43,29 @@ class ExperienceConfig(Section):
     )
     replay_step: ReplayStepConfig = key(ReplayStepConfig(), "the optimiser step on stored answers (strategy)")
     replay_ratio: Share = key(0.5, "share of a step's questions drawn from experience (rho)")
+    replay_probability: Share = key(
+        1.0,
+        "probability with which a step replays, in groups or replay steps, while they are on, from the run's seed; "
+        "the other steps are on-policy",
+    )
     start_pass_rate: Share | None = key(
-        0.35, "replay starts after a step whose pass rate is above this (strict); null: from the first step"
+        0.35,
+        "replay starts after a step whose pass rate of new questions is above this (strict); null, with no other "
+        "start: from the first step; where start_epoch or start_step is given, the default is null",
+    )
+    start_epoch: PositiveInt | None = key(
+        None, "replay starts with the first step whose new questions begin in this epoch, counted from 0", "epoch"
+    )
+    start_step: PositiveInt | None = key(None, "replay starts with this step, counted from 1", "step")
+    stop_pass_rate: Share | None = key(
+        None,
+        "replay stops after a step whose pass rate of new questions is below this (strict), and starts again as at "
+        "first; null: never",
+    )
+    pass_rate_steps: PositiveInt = key(
+        1,
+        "the two pass rates are compared with the mean of so many steps, all since replay went on or off",
+        "steps",
     )
     bucket_weight: BucketWeight | None = key(
         None,
@@ -88,6 +120,7 @@ class ExperienceConfig(Section):
         "new ones too, of which a batch and 20 always stay; never: it stays everywhere, in bucket K - 1, and its "
         "answers are stored; null: as the variant says, but never with strategy replay_step",
     )
+    return_retired: ReturnRetiredConfig | None = key(None, "bring retired questions back; null: retired for good")
     unused_fresh: Literal["keep", "discard"] | None = key(
         None, "new questions displaced by replayed ones: keep in line, or throw away; null: as the variant says"
     )
@@ -119,6 +152,48 @@ class ExperienceConfig(Section):
         "a stored answer that is not what was written ends the run (refuse), or is dropped and counted, and its file "
         "set aside (quarantine)",
     )
+    guards: GuardsConfig = key(GuardsConfig(), "limits of steps that replay")
+    alarms: AlarmsConfig = key(AlarmsConfig(), "warnings when data or experience runs dry or grows stale")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_replaces_the_default(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "start_pass_rate" in raw:
+            return raw
+        elsewhere = any(raw.get(name) is not None for name in _OTHER_STARTS)
+        return {**raw, "start_pass_rate": None} if elsewhere else raw
+
+    @model_validator(mode="after")
+    def _one_start(self) -> ExperienceConfig:
+        names = ("start_pass_rate", *_OTHER_STARTS)
+        given = [f"{name} = {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: replay starts once; keep one of them, the others null")
+        return self
+
+    @model_validator(mode="after")
+    def _some_are_retired(self) -> ExperienceConfig:
+        if self.return_retired is not None and self.retire_from == "never":
+            raise ValueError("return_retired is set, but retire_from = 'never' retires nothing: set one of them back")
+        return self
+
+    @model_validator(mode="after")
+    def _switch_has_two_ways(self) -> ExperienceConfig:
+        start, stop = self.start_pass_rate, self.stop_pass_rate
+        if stop is not None and start is None:
+            raise ValueError(
+                f"stop_pass_rate = {stop}, but start_pass_rate is null: it says when replay goes on again; set it"
+            )
+        if stop is not None and start is not None and stop > start:
+            raise ValueError(
+                f"stop_pass_rate = {stop} is above start_pass_rate = {start}: between them replay would go on and off "
+                "every step"
+            )
+        if start is None and self.pass_rate_steps != 1:
+            raise ValueError(
+                f"pass_rate_steps = {self.pass_rate_steps} has no effect while start_pass_rate is null: set one of them"
+            )
+        return self
 
     @property
     def in_groups(self) -> bool:
@@ -184,3 +259,6 @@ class ExperienceConfig(Section):
                 "are null: set one of them, or eviction back"
             )
         return self
+
+
+_OTHER_STARTS = ("start_epoch", "start_step")

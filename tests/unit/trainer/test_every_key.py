@@ -16,6 +16,9 @@ LIMITED = {"loss_fn": {"use_importance_sampling_correction": True, **LIMITS}}
 SHORT = {"policy": {"generation": {"max_new_tokens": 5}}}
 ON_POLICY = {"experience": {"start_pass_rate": 1.0}}
 
+STARTED = {"experience": {"start_pass_rate": 0.45}}
+GUARDED = {"experience": {"guards": {"max_kl_replayed": 1e-6, "action": "clip"}}}
+HELD = {"experience": {"guards": {"max_kl_replayed": 1e-6, "action": "on_policy"}}}
 CAPPED = {"experience": {"max_answers": 12}}
 BOTH = {"experience": {"strategy": "both"}}
 SMALL_STEPS = {"experience": {"strategy": "both", "replay_step": {"size": 0.25}}}
@@ -55,7 +58,19 @@ CASES = [
     ("loss_fn.max_abs_log_ratio", 1.0, ENGINE),
     ("experience.enabled", False, {}),
     ("experience.replay_ratio", 0.25, {}),
+    ("experience.replay_probability", 0.5, {}),
     ("experience.start_pass_rate", 0.9, {}),
+    ("experience.start_epoch", 1, {}),
+    ("experience.start_step", 3, {}),
+    ("experience.stop_pass_rate", 0.45, STARTED),
+    ("experience.pass_rate_steps", 3, STARTED),
+    ("experience.return_retired", {"share": 0.5, "period": 1}, {}),
+    ("experience.guards", {"max_kl_replayed": 1e-6}, {}),
+    ("experience.guards", {"max_kl_replayed": 1e-6, "action": "clip"}, {}),
+    ("experience.guards", {"max_kl_replayed": 1e-6, "action": "clip", "ratio_cap": 0.5}, GUARDED),
+    ("experience.guards", {"max_kl_replayed": 1e-6, "action": "on_policy"}, GUARDED),
+    ("experience.guards", {"max_kl_replayed": 1e-6, "action": "on_policy", "hold_steps": 1}, HELD),
+    ("experience.alarms", {"min_data_left": 0.9}, {}),
     ("experience.bucket_weight", "accuracy", {}),
     ("experience.bucket_weight", "linear", {}),
     ("experience.bucket_weight", "sqrt", {}),
