@@ -19,7 +19,7 @@ from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
 from exgrpo_megatron.report.console import ProgressReporter
 from exgrpo_megatron.report.dashboard import write_dashboard
-from exgrpo_megatron.report.summary import before_and_after, run_summary
+from exgrpo_megatron.report.summary import before_and_after, health_lines, run_summary
 from exgrpo_megatron.report.tables import numbers_table, variant_table
 from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE, RunFolder, checkpoint_store
 from exgrpo_megatron.session import RunOutcome
@@ -99,7 +99,8 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
     if not trained:
         Console().print(f"nothing was left to train: all {outcome.last_step} steps are done", highlight=False)
     metrics = outcome.log_dir / METRICS_FILE
-    before, after = before_and_after(read_metrics(metrics))
+    records = read_metrics(metrics)
+    before, after = before_and_after(records)
     recipe, final = outcome.log_dir / RECIPE_FILE, outcome.export or outcome.checkpoint
     run_summary(
         before=before,
@@ -114,6 +115,7 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
         next_command=command("eval", recipe, "--checkpoint", final) if final else command("show", recipe),
         elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
+        health=health_lines(records),
     )
 
 

@@ -108,6 +108,9 @@ def step_parts(metrics: Metrics) -> list[str]:
         ("experience/buffer_questions", lambda value: _buffer(value, metrics)),
         ("policy/entropy", lambda value: f"entropy {value:.3f}"),
         ("ratio_replayed/p50", lambda value: _ratio(value, metrics)),
+        ("guards/held", lambda value: "GUARDED" if value else ""),
+        ("guards/crossed", lambda value: f"LIMITS CROSSED {value:.0f}" if value else ""),
+        ("freshness/data_left", lambda _: _alarms(metrics)),
         ("policy/skipped_updates", lambda value: f"SKIPPED updates {value:.0f}" if value else ""),
         ("reward/timeout", lambda value: f"reward time-outs {value:.0f}" if value else ""),
         ("reward/error", lambda value: f"reward ERRORS {value:.0f}" if value else ""),
@@ -140,6 +143,11 @@ def format_count(value: float) -> str:
         if value >= limit:
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}"
+
+
+def _alarms(metrics: Metrics) -> str:
+    ringing = [name.removeprefix("alarm/") for name, value in metrics.items() if name.startswith("alarm/") and value]
+    return f"ALARM {', '.join(ringing)}" if ringing else ""
 
 
 def _buffer(questions: float, metrics: Metrics) -> str:
