@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from exgrpo_megatron.config.alarms import AlarmsConfig
 from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
-from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
+from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
 from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
 from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
 from exgrpo_megatron.config.megatron import (
@@ -98,6 +98,7 @@ __all__ = [
     "NonNegativeFloat",
     "Normalizer",
     "OptimizerConfig",
+    "PassRateBand",
     "PolicyConfig",
     "PositiveFloat",
     "PositiveInt",

@@ -24,6 +24,7 @@ def run_summary(
     after: Mapping[str, float],
     paths: Mapping[str, Path | None],
     next_command: str,
+    budget: str = "",
     elapsed_s: float | None = None,
     temperature: float = 1.0,
     health: Sequence[str] = (),
@@ -32,7 +33,8 @@ def run_summary(
     """Print how the held-out pass rate moved, where everything lies, and what to try next.
 
     `before` and `after` are `validation/...` metrics, empty where there was no evaluation; `paths` by what they hold,
-    such as {"dashboard": Path(...)}, None for what was not written; `health`: see `health_lines`.
+    such as {"dashboard": Path(...)}, None for what was not written; `health`: see `health_lines`; `budget` says what was
+    spent, if anything was.
     """
     console = console or Console()
     title = "finished" if elapsed_s is None else f"finished in {format_duration(elapsed_s)}"
@@ -40,8 +42,9 @@ def run_summary(
     for line in health:
         console.print(escape(line), soft_wrap=True, highlight=False)
     # Outside the panel, which would break long paths: these lines are there to be copied.
-    width = max(map(len, [*paths, "next"]))
+    width = max(map(len, [*paths, "budget", "next"]))
     lines = {
+        **({"budget": budget} if budget else {}),
         **{what: "not written" if path is None else str(path) for what, path in paths.items()},
         "next": next_command,
     }
