@@ -33,8 +33,8 @@ def run_summary(
     """Print how the held-out pass rate moved, where everything lies, and what to try next.
 
     `before` and `after` are `validation/...` metrics, empty where there was no evaluation; `paths` by what they hold,
-    such as {"dashboard": Path(...)}, None for what was not written; `health`: see `health_lines`; `budget` says what was
-    spent, if anything was.
+    such as {"dashboard": Path(...)}, None for what was not written; `budget` says what was spent, if anything was;
+    `health`: see `health_lines`.
     """
     console = console or Console()
     title = "finished" if elapsed_s is None else f"finished in {format_duration(elapsed_s)}"

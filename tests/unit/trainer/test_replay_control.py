@@ -103,10 +103,12 @@ def test_retired_questions_are_sampled_again_and_replayed_once_they_have_an_answ
     # Eight are retired, and half of them come back after step 2, to be new in this epoch.
     assert column(results, "experience/returned_this_step") == [0, 4]
     assert column(results, "experience/retired") == [4, 4]
+    told = {event.question_id for event in results[1].events if event.kind == "returned"}
     assert (results[1].metrics["experience/returned"], results[1].metrics["data/questions_left"]) == (4, 36)
     tried = {name for result in results for name in fresh_ids(result)}
     back = tried - trainer.parts.experience.retired
     assert len(back) == 4
+    assert told == back
     line = trainer.parts.order.state_dict()["line"]
     assert len(line) == 32 + 4
     assert back == tried & set(line)
