@@ -257,9 +257,10 @@ class ExperienceBuffer:
         `truncated`: those too that were cut off.
 
         Collective, with all groups on every process. With k correct of K: k == K retires the question and forgets its
-        answers; 0 < k < K stores the new correct answers and makes k the bucket of the question, if it has stored
-        answers; k == 0 changes nothing. An answer without exactly one finite log-prob a token is refused. Then answers
-        are evicted that are beyond a cap. Does nothing where `experience.enabled` is false.
+        answers, unless `experience.retire_from` is `never`: then all are stored, and its bucket is K - 1; 0 < k < K
+        stores the new correct answers and makes k the bucket of the question, if it has stored answers; k == 0 changes
+        nothing. An answer without exactly one finite log-prob a token is refused. Then answers are evicted that are
+        beyond a cap. Does nothing where `experience.enabled` is false.
 
         Raises:
             ValueError: a group is not of the buffer's group size.
@@ -271,7 +272,12 @@ class ExperienceBuffer:
             if group.size != self._state.group_size:
                 raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._state.group_size}")
         changes, report = changes_of(
-            groups, self._state.index.is_retired, step=step, collect=collect, truncated=truncated
+            groups,
+            self._state.index.is_retired,
+            step=step,
+            collect=collect,
+            truncated=truncated,
+            retire=self._config.retire_from != "never",
         )
         serials = self._state.take_serials([len(change.answers) for change in changes])
         with together(self._comm):
@@ -285,6 +291,12 @@ class ExperienceBuffer:
         report.evicted_of_answers, report.evicted_of_bytes = self._state.hold_caps()
         self._state.refresh_entropies(change.question_id for change in changes)
         return report
+
+    def bring_back(self, question_ids: Collection[str]) -> None:
+        """Questions are retired no longer: stored again with their next group that is neither all wrong nor all right.
+        Their answers were forgotten when they retired. To be called alike on every process."""
+        for question_id in question_ids:
+            self._state.index.bring_back(question_id)
 
     def keep_only(self, known: Collection[str]) -> int:
         """Forget stored questions that are not in `known` (a hash set); returns how many were forgotten. Collective."""

@@ -115,6 +115,12 @@ class QuestionIndex:
         self._num_retired += not self._rows["retired"][row]
         self._rows["retired"][row] = True
 
+    def bring_back(self, question_id: str) -> None:
+        """Undo `retire`; the question is as one that was never tried."""
+        row = self.row(question_id)
+        self._num_retired -= bool(self._rows["retired"][row])
+        self._rows["retired"][row] = False
+
     def is_retired(self, question_id: str) -> bool:
         row = self.ids.find(question_id)
         return row != ABSENT and bool(self._rows["retired"][row])
