@@ -14,7 +14,9 @@ import psutil
 from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
 from exgrpo_megatron.budget import Budget
+from exgrpo_megatron.comm import all_gather_concat
 from exgrpo_megatron.config import Config, LossConfig
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.metrics import mean_shaped, ratio_summary
 from exgrpo_megatron.parts import Parts
@@ -115,6 +117,23 @@ def step_warnings(record: StepRecord) -> list[str]:
         named = "; ".join(f"question {answer.question_id!r}: {answer.reason}" for answer in refused[:MAX_NAMED])
         warnings.append(f"{len(refused)} correct answers cannot be stored for replay: {named}")
     return warnings
+
+
+def step_events(parts: Parts, record: StepRecord) -> list[Event]:
+    """What happened to the questions of the step, in this order: tried, replayed, and what the record says; collective
+    over data-parallel ranks. Nothing where `logger.experience_history` is false."""
+    if not parts.config.logger.experience_history:
+        return []
+    mine = [answer for update in record.updates for answer in update.replayed]
+    replayed = sorted(all_gather_concat(parts.comm, mine))
+    return [
+        *(Event(group.question.id, "tried", count=group.num_correct, of=group.size) for group in record.groups),
+        *(
+            Event(name.question_id, "replayed", answer=name.serial, mean_ratio=mean, max_ratio=largest)
+            for name, mean, largest in replayed
+        ),
+        *record.report.events,
+    ]
 
 
 def pass_rate(groups: list[Group]) -> float:

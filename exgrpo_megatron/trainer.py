@@ -10,6 +10,7 @@ from exgrpo_megatron.algorithm.batch import minibatches, objective, train_sequen
 from exgrpo_megatron.algorithm.chance import generator
 from exgrpo_megatron.algorithm.replay_step import replay_objective
 from exgrpo_megatron.budget import Budget
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.graded_rollouts import GradedRollouts
 from exgrpo_megatron.parts import Parts, update_shared
@@ -19,7 +20,7 @@ from exgrpo_megatron.replay_draw import ReplayDraw
 from exgrpo_megatron.replay_step import ReplayStep
 from exgrpo_megatron.retirement import Retired, Retirement
 from exgrpo_megatron.rewards.alarm import RewardAlarm
-from exgrpo_megatron.step_metrics import StepClock, StepRecord, step_metrics, step_warnings
+from exgrpo_megatron.step_metrics import StepClock, StepRecord, step_events, step_metrics, step_warnings
 from exgrpo_megatron.types import Group, Slot, TrainSequence, UpdateResult
 
 
@@ -31,6 +32,8 @@ class StepResult:
     groups: list[Group]
     metrics: dict[str, float]
     warnings: list[str]
+    events: list[Event]
+    """What happened to the questions, for the run's history; none where logger.experience_history is false."""
 
 
 class Trainer:
@@ -100,7 +103,7 @@ class Trainer:
         metrics = step_metrics(self.parts, record, clock)
         more, warnings = self.control.finish(step, plan, record, selection.slots, metrics)
         warnings = [*self.alarm.observe(verdicts), *step_warnings(record), *warnings]
-        return StepResult(step, groups, {**metrics, **more}, warnings)
+        return StepResult(step, groups, {**metrics, **more}, warnings, step_events(self.parts, record))
 
     def push_weights(self) -> None:
         """Give the rollout engine the policy's weights."""

@@ -240,6 +240,11 @@ class AnswerStore:
         if self._active is not None:
             self.segments[self._active].flush()
 
+    def fill_up(self) -> None:
+        """Let records be added although the file they are added to is gone; what it had is damaged."""
+        if self._active is not None:
+            self.segments[self._active].fill_up()
+
     def seal(self) -> None:
         """End the segment that records are added to; the next record begins another."""
         if self._active is not None:

@@ -286,9 +286,12 @@ class ExperienceBuffer:
             self._state.keeper.tidy()
         kept = all_gather_union(self._comm, mine)
         self._state.observe(groups, step)
+        report.events[:0] = self._state.take_events()
         for number, change in enumerate(changes):
             self._state.apply(change, kept[number], report)
-        report.evicted_of_answers, report.evicted_of_bytes = self._state.hold_caps()
+        for_answers, for_bytes = self._state.hold_caps()
+        report.evicted_of_answers, report.evicted_of_bytes = len(for_answers), len(for_bytes)
+        report.events += [*for_answers, *for_bytes]
         self._state.refresh_entropies(change.question_id for change in changes)
         return report
 
@@ -324,7 +327,16 @@ class ExperienceBuffer:
                 write_summary(folder / SUMMARY_FILE, self._state.summary())
 
     def snapshot(self) -> CheckpointSnapshot:
-        """This process's part of the buffer as it is now, to be saved while the buffer changes."""
+        """This process's part of the buffer as it is now, to be saved while the buffer changes; collective.
+
+        Answers whose segment is gone are dropped first.
+
+        Raises:
+            CheckpointError: there are such, and `experience.on_corruption` is `refuse`; on every process.
+        """
+        with together(self._comm):
+            lost = self._state.keeper.missing(self._state.index.ids)
+        self._state.lose(all_gather_union(self._comm, dict(lost)))
         return CheckpointSnapshot(
             group_size=self._state.group_size,
             rank=self._comm.rank,
@@ -385,7 +397,9 @@ class ExperienceBuffer:
         for name, bucket in questions:
             num_answers = theirs.index.num_answers(name) - lost.get(name, 0)
             self._state.enter(name, bucket, num_answers, kept.get(name), report)
-        report.evicted += sum(self._state.hold_caps())
+        evicted = [event for events in self._state.hold_caps() for event in events]
+        report.evicted += len(evicted)
+        self._state.events += evicted
         self._state.refresh_entropies(name for name, _ in questions)
         return report
 

@@ -7,13 +7,14 @@ from itertools import accumulate
 
 import numpy as np
 
-from exgrpo_megatron.comm import Communicator, all_gather_concat
+from exgrpo_megatron.comm import Communicator, all_gather_concat, all_gather_union
 from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.experience.categories import Categories
-from exgrpo_megatron.experience.changes import Change, Kept
+from exgrpo_megatron.experience.changes import Change, Kept, left_out
 from exgrpo_megatron.experience.difficulty import Rating, bucket_of
 from exgrpo_megatron.experience.eviction import Candidate, candidates, evict_of_question, first_to_go
 from exgrpo_megatron.experience.files import Row, Summary
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.index import QuestionIndex
 from exgrpo_megatron.experience.keeper import Keeper
 from exgrpo_megatron.experience.partition import shard_of
@@ -43,6 +44,8 @@ class BufferState:
         self.num_bytes = 0
         self.next_serial = 0
         self.num_damaged = 0
+        self.events: list[Event] = []
+        """What became of stored answers outside of `record`, until that reports it."""
 
     def new_index(self) -> QuestionIndex:
         """An empty one, to be filled from files before it takes the place of the other."""
@@ -59,6 +62,11 @@ class BufferState:
         firsts = list(accumulate(counts, initial=self.next_serial))
         self.next_serial = firsts.pop()
         return firsts
+
+    def take_events(self) -> list[Event]:
+        """Those of since the last call."""
+        taken, self.events = self.events, []
+        return taken
 
     def own(self, question_id: str) -> tuple[StoredAnswer, ...]:
         """The answers of a question that this process owns."""
@@ -116,9 +124,12 @@ class BufferState:
 
     def apply(self, change: Change, kept: Kept, report: RecordReport) -> None:
         """Everybody's part of a change, when its owner has done his."""
-        report.stored += kept.stored
+        report.stored += len(kept.stored)
         report.duplicates += kept.duplicates
-        report.evicted_of_question += kept.evicted
+        report.evicted_of_question += len(kept.evicted)
+        report.events += left_out(change.question_id, kept.duplicates, "duplicate")
+        report.events += [Event(change.question_id, "stored", answer=serial) for serial in kept.stored]
+        report.events += evictions(change.question_id, kept.evicted)
         self.num_bytes += kept.num_bytes
         if change.solved:
             self.index.retire(change.question_id)
@@ -140,42 +151,50 @@ class BufferState:
             bucket = self.index.bucket(question_id) if known else self.rating.bucket(row, bucket)
             self.index.put(question_id, bucket, kept.num_answers)
         report.questions += not known and kept.num_answers > 0
-        report.answers += kept.stored
+        report.answers += len(kept.stored)
         report.duplicates += kept.duplicates
-        report.evicted += kept.evicted
+        report.evicted += len(kept.evicted)
+        self.events += [Event(question_id, "prefilled", count=len(kept.stored))] if kept.stored else []
+        self.events += evictions(question_id, kept.evicted)
         self.num_bytes += kept.num_bytes
 
-    def hold_caps(self) -> tuple[int, int]:
-        """Evict what is beyond `experience.max_answers`, then beyond `experience.max_bytes`; how many for each.
+    def hold_caps(self) -> tuple[list[Event], list[Event]]:
+        """Evict what is beyond `experience.max_answers`, then beyond `experience.max_bytes`; which answers for each.
         Collective."""
         max_answers, max_bytes = self.config.max_answers, self.config.max_bytes
-        for_answers = for_bytes = 0
+        for_answers, for_bytes = [], []
         if max_answers is not None and self.index.total_answers > max_answers:
-            for_answers = self._evict(self.index.total_answers - max_answers, 0)
+            for_answers = self._evict(self.index.total_answers - max_answers, 0, "max_answers")
         if max_bytes is not None and self.num_bytes > max_bytes:
-            for_bytes = self._evict(0, self.num_bytes - max_bytes)
+            for_bytes = self._evict(0, self.num_bytes - max_bytes, "max_bytes")
         return for_answers, for_bytes
 
     def hold_question_cap(self) -> int:
         """Evict what is beyond `experience.max_answers_per_question` anywhere; how many. A run keeps to it as it stores
-        answers, but may go on from one that had another."""
+        answers, but may go on from one that had another. Collective."""
         cap, before = self.config.max_answers_per_question, self.index.total_answers
-        if cap is not None:
-            beyond = [item for item in self.index.items() if self.index.num_answers(item[0]) > cap]
-            for name, bucket in beyond:
-                if self.owner.owns(name):
-                    evict_of_question(self.keeper.store, self.index.row(name), cap, self.config.eviction)
-                self.index.put(name, bucket, cap)
-            self.refresh_entropies(name for name, _ in beyond)
+        if cap is None:
+            return 0
+        mine = {}
+        beyond = [item for item in self.index.items() if self.index.num_answers(item[0]) > cap]
+        for name, bucket in beyond:
+            if self.owner.owns(name):
+                mine[name] = evict_of_question(self.keeper.store, self.index.row(name), cap, self.config.eviction)
+            self.index.put(name, bucket, cap)
+        evicted = all_gather_union(self.comm, mine)
+        self.refresh_entropies(name for name, _ in beyond)
+        self.events += [event for name, _ in beyond for event in evictions(name, evicted[name])]
         return before - self.index.total_answers
 
     def lose(self, lost: Mapping[str, int]) -> None:
-        """Everybody's part of answers that their owners found damaged."""
+        """Everybody's part of answers that their owners found damaged, and have dropped. Collective."""
         for question_id in sorted(lost):
             self._forget_some(question_id, lost[question_id])
             self.num_damaged += lost[question_id]
+            self.events.append(Event(question_id, "lost", count=lost[question_id]))
         if lost:
             self.refresh_entropies(sorted(lost))
+            self.count_bytes()
 
     def count_bytes(self) -> None:
         """Collective."""
@@ -198,8 +217,8 @@ class BufferState:
             next_serial=self.next_serial,
         )
 
-    def _evict(self, answers: int, length: int) -> int:
-        """So many answers, or so many bytes, whoever keeps them; returns the number of answers."""
+    def _evict(self, answers: int, length: int, key: str) -> list[Event]:
+        """So many answers, or so many bytes, whoever keeps them; `key` is that of the limit."""
         store = self.keeper.store
         proposed = all_gather_concat(
             self.comm, candidates(store, self.index.ids, self.config.eviction, answers, length)
@@ -208,7 +227,7 @@ class BufferState:
         for candidate in going:
             self._drop(candidate)
         self.refresh_entropies(candidate.question_id for candidate in going)
-        return len(going)
+        return [event for one in going for event in evictions(one.question_id, (one.serial,), key)]
 
     def _drop(self, candidate: Candidate) -> None:
         if self.owner.owns(candidate.question_id):
@@ -222,3 +241,8 @@ class BufferState:
             self.index.put(question_id, self.index.bucket(question_id), left)
         else:
             self.index.remove(question_id)
+
+
+def evictions(question_id: str, serials: Sequence[int], key: str = "max_answers_per_question") -> list[Event]:
+    """Answers that went by the limit `experience.<key>`."""
+    return [Event(question_id, "evicted", answer=serial, reason=key) for serial in serials]

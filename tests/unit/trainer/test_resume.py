@@ -56,6 +56,8 @@ def test_three_steps_a_stop_and_three_more_equal_six(tmp_path, run_steps, stored
     for name, tensor in weights(second).items():
         assert bool((tensor == expected[name]).all()), name
     assert untimed(cut / "run" / "metrics.jsonl") == metrics
+    histories = [(folder / "run" / "experience_history.jsonl").read_bytes() for folder in (cut, whole)]
+    assert histories[0] == histories[1]
     ours, theirs = (folder / "run" / "checkpoints" / "step_000006" for folder in (cut, whole))
     assert stored_rows(ours / "experience") == stored_rows(theirs / "experience")
     left, right_ = (json.loads((folder / "state.json").read_text()) for folder in (ours, theirs))
