@@ -54,7 +54,7 @@ class Pool:
         fits = self._index.entropies <= np.float32(limit)
         for cell in np.flatnonzero(self._sizes).tolist():
             rows, places = self._index.listed(cell), self._allowed.get(cell)
-            self._keep(cell, np.flatnonzero(fits[rows]) if places is None else places[fits[rows[places]]])
+            self._keep(cell, np.flatnonzero(fits.take(rows)) if places is None else places[fits[rows[places]]])
 
     def exclude(self, question_ids: Collection[str]) -> None:
         """Leave out these, at the end."""

@@ -55,7 +55,8 @@ class BufferState:
     @property
     def rating(self) -> Rating:
         """How hard questions are."""
-        return Rating(self.config.difficulty, self.group_size, self.stats)
+        config = self.config
+        return Rating(config.difficulty, self.group_size, self.stats, config.difficulty_reward_range)
 
     def take_serials(self, counts: Sequence[int]) -> list[int]:
         """The first serial of each of several lots of answers."""

@@ -120,6 +120,11 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["experience.difficulty=window"], ["difficulty = 'window' with difficulty_window = None"]),
         (["experience.difficulty_window=8"], ["difficulty = 'last_group' with difficulty_window = 8"]),
         (["experience={difficulty: window, difficulty_window: 129}"], ["difficulty_window = 129", "equal to 128"]),
+        (["experience.difficulty_reward_range=[0, 2]"], ["difficulty_reward_range = [0.0, 2.0] has no effect"]),
+        (
+            ["experience={difficulty: reward_variance, difficulty_reward_range: [1, 1]}"],
+            ["difficulty_reward_range = [1.0, 1.0]: the first must be below"],
+        ),
         (["experience.difficulty_range_unit=quantile"], ["= 'quantile' has no effect while difficulty_range is null"]),
         (["experience.difficulty_range=[0.7, 0.3]"], ["difficulty_range = [0.7, 0.3]: the first must be below"]),
         (

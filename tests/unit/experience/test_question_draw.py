@@ -70,6 +70,9 @@ def test_the_variance_of_right_and_wrong_answers_gives_back_their_share():
         np.testing.assert_allclose(variance_rate(p, (p * (1 - p)).astype(np.float32)), p, atol=2e-4)
     # .5 -+ root(.25 - .16), by the side of the mean; more than .25 cannot be.
     np.testing.assert_allclose(variance_rate(np.array([0.4, 0.6, 3.0]), np.array([0.16, 0.16, 9.0])), [0.2, 0.8, 0.5])
+    # From -1 to 3: the middle is 1, the square of the distance 16.
+    scaled = variance_rate(np.array([0.9, 1.1]), 16 * np.array([0.16, 0.16]), -1, 3)
+    np.testing.assert_allclose(scaled, [0.2, 0.8])
 
 
 def test_the_window_decides_the_bucket_and_not_the_last_group():

@@ -17,6 +17,7 @@ SHORT = {"policy": {"generation": {"max_new_tokens": 5}}}
 ON_POLICY = {"experience": {"start_pass_rate": 1.0}}
 
 WINDOW = {"experience": {"difficulty": "window", "difficulty_window": 8}}
+VARIANCE = {"experience": {"difficulty": "reward_variance"}}
 RANGE = {"experience": {"difficulty_range": [0.2, 0.6]}}
 CATEGORIES = {"data": {"train": {"category_key": "answer"}}}
 STARTED = {"experience": {"start_pass_rate": 0.45}}
@@ -87,6 +88,7 @@ CASES = [
     ("experience.answer_choice", "newest", {}),
     ("experience.answer_choice", "agreement", {}),
     ("experience.difficulty", "reward_variance", {"experience": {"difficulty_range": [0.0, 0.6]}}),
+    ("experience.difficulty_reward_range", [0.0, 2.0], VARIANCE),
     ("experience", WINDOW["experience"], {}),
     ("experience.difficulty_window", 3, WINDOW),
     ("experience.difficulty_range", [0.2, 0.6], {}),
