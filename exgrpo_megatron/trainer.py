@@ -160,4 +160,4 @@ class Trainer:
             collect=self.control.collecting,
             truncated=not self.config.grpo.overlong_filtering,
         )
-        return report, self.retirement.after_step(step, report.retired)
+        return report, self.retirement.after_step(step, report)
