@@ -403,8 +403,9 @@ def report(
     ] = None,
     max_answer_texts: Annotated[
         int | None,
-        typer.Option(min=0, help="With --html: so many replayed answers have their text. Default: 5000",
-                     show_default=False),
+        typer.Option(
+            min=0, help="With --html: so many replayed answers have their text. Default: 5000", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Draw the dashboard of a run, finished or not; with --html, a page with its questions and answers."""

@@ -98,8 +98,8 @@ def load_questions(
 
 
 def question_texts(source: DataSourceConfig) -> dict[str, Question]:
-    """Training questions as they were written, by id, without a tokenizer: their prompts are empty, and those that a run
-    leaves out for their length are among them.
+    """Training questions as they were written, by id, without a tokenizer: their prompts are empty, and those are among
+    them that a run leaves out for their length.
 
     Raises:
         DataError: the file is missing, or at the first row that cannot be read.

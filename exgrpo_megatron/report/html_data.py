@@ -144,9 +144,7 @@ def _known_questions(config: Config, notes: list[str]) -> dict[str, Question]:
         return {}
 
 
-def _question_rows(
-    run: RunData, folder: Path, known: Mapping[str, Question], notes: list[str]
-) -> list[QuestionRow]:
+def _question_rows(run: RunData, folder: Path, known: Mapping[str, Question], notes: list[str]) -> list[QuestionRow]:
     history = folder / HISTORY_FILE
     if history.is_file():
         return rows_from_history(history, known)
@@ -162,9 +160,7 @@ def _question_rows(
     return [QuestionRow(name, question) for name, question in known.items()]
 
 
-def _texts(
-    config: Config, folder: Path, rows: Sequence[QuestionRow], most: int, notes: list[str]
-) -> FoundTexts:
+def _texts(config: Config, folder: Path, rows: Sequence[QuestionRow], most: int, notes: list[str]) -> FoundTexts:
     """Texts of the answers replayed latest."""
     serials = replayed_serials(rows)
     wanted = serials[:most]

@@ -21,7 +21,9 @@ MAX_ANSWER_TEXTS = 5000
 _SCRIPTS = ("charts.js", "dashboard.js", "questions.js", "page.js")
 
 
-def write_page(run_dir: Path, target: Path | None = None, max_answer_texts: int = MAX_ANSWER_TEXTS) -> tuple[Path, list[str]]:
+def write_page(
+    run_dir: Path, target: Path | None = None, max_answer_texts: int = MAX_ANSWER_TEXTS
+) -> tuple[Path, list[str]]:
     """Write `<run>/report.html`, or `target`, also while the run goes on; its path, and what it had to leave out.
 
     Raises:

@@ -211,7 +211,8 @@ def test_the_outcome_is_written_as_files_and_pictures(tmp_path):
     run = simulate(recipe(), constant(0.5, 100), assumptions, keep_events=True)
     write_outcome(tmp_path / "out", run, summary(run), assumptions, "constant:0.5")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "experience_history.jsonl", "metrics.jsonl", "recipe.yaml", "simulation.csv", "simulation.json", "simulation.png",
+        "experience_history.jsonl", "metrics.jsonl", "recipe.yaml",
+        "simulation.csv", "simulation.json", "simulation.png",
     ]  # fmt: skip
     tried = [event for _, events in read_history(tmp_path / "out" / HISTORY_FILE) for event in events]
     assert sum(event.kind == "tried" for event in tried) == 4 * 8
