@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,8 +225,6 @@ def build_parts(
     """All parts of an RL run around an actor; stored answers lie in `experience_folder`, or in memory."""
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
-    group_size = config.grpo.num_generations_per_prompt
-    experience = ExperienceBuffer(config.experience, group_size, comm, experience_folder)
     return Parts(
         config=config,
         comm=comm,
@@ -235,7 +233,7 @@ def build_parts(
         verifier=build_verifier(config),
         tokenizer=inputs.tokenizer,
         order=QuestionOrder(inputs.train.questions, config.grpo.seed, config.data.epoch_order),
-        experience=experience,
+        experience=build_experience(config, inputs.train.questions, comm, experience_folder),
         train=inputs.train,
         validation=inputs.held_out,
         sampling=inputs.sampling,
@@ -243,13 +241,33 @@ def build_parts(
     )
 
 
+def build_experience(
+    config: Config, questions: Sequence[Question], comm: Communicator, folder: Path | None
+) -> ExperienceBuffer:
+    """An empty buffer for the training questions; stored answers lie in `folder`, or in memory."""
+    return ExperienceBuffer(
+        config.experience,
+        config.grpo.num_generations_per_prompt,
+        comm,
+        folder,
+        pass_rate_decay=config.experience.pass_rate_decay,
+        categories={question.id: question.category for question in questions},
+    )
+
+
 def build_evaluator(
-    config: Config, inputs: Inputs, engine: RolloutEngine, verifier: Verifier, comm: Communicator
+    config: Config,
+    inputs: Inputs,
+    engine: RolloutEngine,
+    verifier: Verifier,
+    comm: Communicator,
+    questions: Sequence[Question] | None = None,
 ) -> Evaluator | None:
-    """Evaluator of the validation questions; None where the recipe has none."""
-    if not inputs.held_out:
+    """Evaluator of the validation questions, or of `questions`; None where there are none."""
+    chosen = inputs.held_out if questions is None else questions
+    if not chosen:
         return None
-    return Evaluator(config.eval, inputs.held_out, engine, verifier, inputs.tokenizer, inputs.sampling, comm)
+    return Evaluator(config.eval, chosen, engine, verifier, inputs.tokenizer, inputs.sampling, comm)
 
 
 def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTrainer, MegatronActor]:
@@ -268,23 +286,23 @@ def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTr
 
 def warm_start_dir(config: Config, inputs: Inputs) -> Path:
     """Where the warm start of this model, data and `sft:` section is kept; any change of them changes the name."""
-    sft = config.sft.model_dump(mode="json", exclude={"warm_start", "warm_start_dir", "data"})
-    source = _supervised_source(config.sft.data or config.data.train)
-    policy = config.policy
-    identity = json.dumps(
-        {
-            "version": __version__,
-            "sft": sft,
-            "source": source,
-            "prompt": [config.data.system_prompt, config.data.prompt_template, config.data.max_input_seq_length],
-            "precision": [policy.precision, policy.max_grad_norm, policy.skip_grad_norm_above],
-            "length": policy.max_total_sequence_length,
-            "model": _folder_fingerprint(inputs.model_dir),
-        },
-        sort_keys=True,
-    )
-    name = policy.model_name.replace("embedded:", "").rstrip("/").rsplit("/", 1)[-1]
+    of_model = {**warm_start_identity(config), "model": _folder_fingerprint(inputs.model_dir)}
+    identity = json.dumps(of_model, sort_keys=True)
+    name = config.policy.model_name.replace("embedded:", "").rstrip("/").rsplit("/", 1)[-1]
     return Path(config.sft.warm_start_dir) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
+
+
+def warm_start_identity(config: Config) -> dict[str, Any]:
+    """All of a recipe that a warm start depends on, but for the files of its model."""
+    policy = config.policy
+    return {
+        "version": __version__,
+        "sft": config.sft.model_dump(mode="json", exclude={"warm_start", "warm_start_dir", "data"}),
+        "source": _supervised_source(config.sft.data or config.data.train),
+        "prompt": [config.data.system_prompt, config.data.prompt_template, config.data.max_input_seq_length],
+        "precision": [policy.precision, policy.max_grad_norm, policy.skip_grad_norm_above],
+        "length": policy.max_total_sequence_length,
+    }
 
 
 def _supervised_source(source: DataSourceConfig) -> dict[str, Any]:

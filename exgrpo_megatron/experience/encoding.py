@@ -91,6 +91,12 @@ def serial_of(record: bytes) -> int:
     return int.from_bytes(record[8:12], "little")
 
 
+def facts_of(header: bytes) -> tuple[int, int]:
+    """(step, number of tokens) of the record that begins with these `HEADER_BYTES`."""
+    _, _, _, step, _, length, _, _, _ = _HEADER.unpack(header)
+    return step, length
+
+
 def _is_fixed(logprobs: Logprobs) -> bool:
     return bool(np.abs(logprobs).max(initial=0) < LARGEST_FIXED)
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,6 +57,23 @@ class Event:
     max_ratio: float = math.nan
     reason: str = ""
     """left_out: duplicate, not_collected, truncated, or what is wrong with it; evicted: the key of the limit."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        return _DESCRIPTIONS[self.kind].format(**asdict(self))
+
+
+_DESCRIPTIONS = {
+    "prefilled": "{count} answers taken over before the first step",
+    "tried": "tried: {count} of {of} correct",
+    "left_out": "not stored: {count}, {reason}",
+    "stored": "stored answer {answer}",
+    "replayed": "replayed answer {answer}: w {mean_ratio:.4g} on average, {max_ratio:.4g} at most",
+    "retired": "retired: every answer correct",
+    "returned": "brought back",
+    "evicted": "evicted answer {answer}: experience.{reason}",
+    "lost": "lost {count} answers to damaged files",
+}
 
 
 class HistoryWriter:

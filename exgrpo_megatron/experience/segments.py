@@ -195,6 +195,23 @@ def records(segment: Segment) -> Iterator[tuple[int, bytes]]:
         logger.warning("%s: %d of %d bytes are no whole answers and are left out", segment.path, left_out, segment.size)
 
 
+def scan(segment: Segment) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of everything that its header says is a record, whole or not, as long as one follows that can be
+    told: a damaged one stands between whole ones, and what breaks off at the end is left out."""
+    offset = len(MAGIC)
+    while offset < segment.size:
+        record = _record_at(segment, offset)
+        follows = offset + len(record)
+        if not is_whole(record) and not (
+            len(record) > HEADER_BYTES
+            and len(record) == record_length(record)
+            and (follows == segment.size or is_whole(_record_at(segment, follows)))
+        ):
+            return
+        yield offset, record
+        offset = follows
+
+
 def open_unsealed(path: Path) -> Segment:
     """A segment that a process may have been killed in, to be read by `records`: a prefix of what was appended."""
     return Segment.existing(path, None, Sealed(path.stat().st_size, 0))

@@ -12,7 +12,7 @@ from typing import Any
 from exgrpo_megatron import __version__
 from exgrpo_megatron.config import VARIANTS, Config
 from exgrpo_megatron.data.embedded_model import is_embedded
-from exgrpo_megatron.data.questions import question_texts
+from exgrpo_megatron.data.questions import questions_as_written
 from exgrpo_megatron.data.tokenizer import load_tokenizer
 from exgrpo_megatron.errors import CheckpointError, ConfigError, DataError
 from exgrpo_megatron.experience.history import FIELDS, HISTORY_FILE
@@ -138,7 +138,7 @@ def _metric(run: RunData, name: str) -> dict[str, Any]:
 
 def _known_questions(config: Config, notes: list[str]) -> dict[str, Question]:
     try:
-        return question_texts(config.data.train)
+        return {question.id: question for question in questions_as_written(config.data.train)}
     except DataError as error:
         notes.append(f"The texts of the questions are not shown: {error}")
         return {}

@@ -92,6 +92,7 @@ class SimulatedPolicy:
         *,
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
+        lr_multiplier: float = 1.0,
     ) -> UpdateResult:
         """The learner's step; every ratio is 1, and loss and gradient norm are 0."""
         del objective, temperature, micro_batch_entropy_coeff
@@ -101,6 +102,7 @@ class SimulatedPolicy:
             np.array([sequence.replayed for sequence in useful], dtype=np.bool_),
             self._group_size,
             self._answers_of_a_step,
+            lr_multiplier,
         )
         self.version += 1
         terms = _terms(sequences)
