@@ -225,7 +225,6 @@ def build_parts(
     """All parts of an RL run around an actor; stored answers lie in `experience_folder`, or in memory."""
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
-    experience = build_experience(config, inputs, comm, experience_folder)
     return Parts(
         config=config,
         comm=comm,
@@ -234,7 +233,7 @@ def build_parts(
         verifier=build_verifier(config),
         tokenizer=inputs.tokenizer,
         order=QuestionOrder(inputs.train.questions, config.grpo.seed, config.data.epoch_order),
-        experience=experience,
+        experience=build_experience(config, inputs.train.questions, comm, experience_folder),
         train=inputs.train,
         validation=inputs.held_out,
         sampling=inputs.sampling,
@@ -243,16 +242,16 @@ def build_parts(
 
 
 def build_experience(
-    config: Config, inputs: Inputs, comm: Communicator, folder: Path | None = None
+    config: Config, questions: Sequence[Question], comm: Communicator, folder: Path | None
 ) -> ExperienceBuffer:
-    """An empty buffer, whose stored answers lie in `folder`, or in memory."""
+    """An empty buffer for the training questions; stored answers lie in `folder`, or in memory."""
     return ExperienceBuffer(
         config.experience,
         config.grpo.num_generations_per_prompt,
         comm,
         folder,
         pass_rate_decay=config.experience.pass_rate_decay,
-        categories={question.id: question.category for question in inputs.train.questions},
+        categories={question.id: question.category for question in questions},
     )
 
 
