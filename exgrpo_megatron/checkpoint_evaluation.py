@@ -166,6 +166,10 @@ def _is_hf(folder: Path) -> bool:
 
 
 def _name(checkpoint: Path, log_dir: Path) -> str:
-    """`step_000020` or `hf` of this run; of another one with its folder before it, so that neither hides the other."""
-    own = checkpoint.is_relative_to(log_dir)
-    return checkpoint.name if own else f"{checkpoint.parent.name}-{checkpoint.name}"
+    """`step_000020`, `hf` or `sft-hf` of this run; of another one with its folder before it, so that neither hides the
+    other."""
+    if not checkpoint.is_relative_to(log_dir):
+        return f"{checkpoint.parent.name}-{checkpoint.name}"
+    if (checkpoint / "state.json").is_file():
+        return checkpoint.name
+    return "-".join(checkpoint.relative_to(log_dir).parts) or checkpoint.name

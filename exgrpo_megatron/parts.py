@@ -39,6 +39,7 @@ class Policy(Protocol):
         *,
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
+        lr_multiplier: float = 1.0,
     ) -> UpdateResult:
         """One optimiser step on every data-parallel rank's share; collective over all processes."""
 
@@ -117,3 +118,23 @@ def score_by_all(
     share = balanced_shares([len(prompt) + len(response) for prompt, response in pairs], comm.size)[comm.rank]
     scored = policy.score([pairs[i] for i in share], temperature)
     return in_order(all_gather_concat(comm, list(zip(share, scored, strict=True))))
+
+
+def update_shared(
+    parts: Parts,
+    sequences: list[TrainSequence],
+    objective: Objective,
+    *,
+    micro_batch_entropy_coeff: float = 0.0,
+    lr_multiplier: float = 1.0,
+) -> UpdateResult:
+    """One optimiser step on the sequences; each data-parallel rank trains a token-balanced share. Collective, with the
+    same sequences on every process."""
+    share = balanced_shares([sequence.num_tokens for sequence in sequences], parts.comm.size)[parts.comm.rank]
+    return parts.policy.update(
+        [sequences[i] for i in share],
+        objective,
+        temperature=parts.sampling.temperature,
+        micro_batch_entropy_coeff=micro_batch_entropy_coeff,
+        lr_multiplier=lr_multiplier,
+    )

@@ -72,7 +72,7 @@ def objective(config: Config, *, mixed: bool) -> Objective:
         clip=bool(loss.clip_in_mixed_phase) if mixed else True,
         clip_min=loss.ratio_clip_min,
         clip_max=loss.ratio_clip_max,
-        shaping=config.experience.shaping == "ratio",
+        shaping=config.experience.shaping,
         shaping_beta=config.experience.shaping_beta,
         max_abs_log_ratio=loss.max_abs_log_ratio,
     )

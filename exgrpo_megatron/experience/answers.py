@@ -182,6 +182,10 @@ class AnswerStore:
         """The question's answers; none for a question that is not stored."""
         return tuple(self.read(slot) for slot in self.slots(question))
 
+    def entropies(self, question: int) -> NDArray[np.float32]:
+        """Of the question's answers, oldest first, the means of -log-prob as recorded."""
+        return self._table["entropy"][self.slots(question)]
+
     def live(self) -> Slots:
         """The slot of every answer."""
         return np.flatnonzero(self._table["length"])

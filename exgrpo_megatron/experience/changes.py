@@ -18,7 +18,7 @@ class Change:
 
     question_id: str
     bucket: int
-    """k of K; meaningless where the question is solved."""
+    """k of K, at most K - 1; meaningless where the question is solved."""
     solved: bool
     """Retire the question and forget its answers."""
     answers: tuple[StoredAnswer, ...]
@@ -40,7 +40,13 @@ class Kept(NamedTuple):
 
 
 def changes_of(
-    groups: Sequence[Group], is_retired: Callable[[str], bool], *, step: int, collect: bool, truncated: bool
+    groups: Sequence[Group],
+    is_retired: Callable[[str], bool],
+    *,
+    step: int,
+    collect: bool,
+    truncated: bool,
+    retire: bool = True,
 ) -> tuple[list[Change], RecordReport]:
     """The changes, in the order of the groups, and the part of the report that needs no stored answers."""
     report, changes = RecordReport(), []
@@ -51,14 +57,14 @@ def changes_of(
             report.already_retired += 1
         elif num_correct == 0:
             report.unsolved += 1
-        elif num_correct == group.size:
+        elif num_correct == group.size and retire:
             solved.add(question_id)
             report.retired.append(question_id)
             report.events.append(Event(question_id, "retired"))
             changes.append(Change(question_id, num_correct, True, ()))
         else:
             answers = _sound_answers(group, step, collect, truncated, report)
-            changes.append(Change(question_id, num_correct, False, answers))
+            changes.append(Change(question_id, min(num_correct, group.size - 1), False, answers))
     return changes, report
 
 

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+
+import numpy as np
 
 from exgrpo_megatron.comm import Communicator, all_gather_concat, all_gather_union
 from exgrpo_megatron.config import ExperienceConfig
+from exgrpo_megatron.experience.categories import Categories
 from exgrpo_megatron.experience.changes import Change, Kept, left_out
+from exgrpo_megatron.experience.difficulty import Rating, bucket_of
 from exgrpo_megatron.experience.eviction import Candidate, candidates, evict_of_question, first_to_go
 from exgrpo_megatron.experience.files import Row, Summary
 from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.index import QuestionIndex
 from exgrpo_megatron.experience.keeper import Keeper
 from exgrpo_megatron.experience.partition import shard_of
+from exgrpo_megatron.experience.question_stats import QuestionStats, StatsKept
 from exgrpo_megatron.experience.reports import MergeReport, RecordReport
 from exgrpo_megatron.experience.restore import Owner
-from exgrpo_megatron.types import StoredAnswer
+from exgrpo_megatron.types import Group, StoredAnswer
 
 
 class BufferState:
-    """The index and the counters, the same on every process, and the answers, which are not."""
+    """The index, the statistics and the counters, the same on every process, and the answers, which are not."""
 
-    def __init__(self, config: ExperienceConfig, group_size: int, comm: Communicator, keeper: Keeper) -> None:
+    def __init__(
+        self,
+        config: ExperienceConfig,
+        group_size: int,
+        comm: Communicator,
+        keeper: Keeper,
+        kept: StatsKept,
+        categories: Categories,
+    ) -> None:
         self.config, self.group_size, self.comm, self.keeper = config, group_size, comm, keeper
+        self.categories = categories
         self.owner = Owner(comm.rank, comm.size, keeps=comm.member == 0)
-        self.index = QuestionIndex(group_size)
+        self.index = self.new_index()
+        self.stats = QuestionStats(kept, self.index.ids)
         self.num_bytes = 0
         self.next_serial = 0
         self.num_damaged = 0
         self.events: list[Event] = []
         """What became of stored answers outside of `record`, until that reports it."""
+
+    def new_index(self) -> QuestionIndex:
+        """An empty one, to be filled from files before it takes the place of the other."""
+        with_entropies = self.config.entropy_percentile is not None
+        return QuestionIndex(self.group_size, self.categories, with_entropies=with_entropies)
+
+    @property
+    def rating(self) -> Rating:
+        """How hard questions are."""
+        return Rating(self.config.difficulty, self.group_size, self.stats)
 
     def take_serials(self, counts: Sequence[int]) -> list[int]:
         """The first serial of each of several lots of answers."""
@@ -55,6 +80,49 @@ class BufferState:
         """The owner's part of a question that goes."""
         return self.keeper.forget(self.index.row(question_id))
 
+    def observe(self, groups: Sequence[Group], step: int) -> None:
+        """Everybody's part of what groups say of their questions, stored or not."""
+        for group in groups:
+            name = group.question.id
+            row = self.index.row(name)
+            self.stats.observe(row, group, step)
+            if not self.rating.is_bucket and name in self.index:
+                self.index.put(name, self.rating.bucket(row, group.num_correct), self.index.num_answers(name))
+
+    def rebucket(self) -> int:
+        """Everybody's part of questions from files, whose buckets may follow another definition of difficulty; returns
+        how many move."""
+        if self.rating.is_bucket:
+            return 0
+        buckets = self.index.buckets()
+        rates = self.rating.rates(np.arange(len(buckets)), buckets)
+        return self.index.rebucket(bucket_of(rates, self.group_size))
+
+    def entropy_limit(self) -> float:
+        """The lowest entropy of the question at `experience.entropy_percentile` among those stored."""
+        percentile = self.config.entropy_percentile
+        assert percentile is not None
+        place = max(int(np.ceil(percentile * len(self.index) / 100)) - 1, 0)
+        return float(np.partition(self.index.entropies, place)[place]) if len(self.index) else float("inf")
+
+    def refresh_entropies(self, question_ids: Iterable[str]) -> None:
+        """Ask the owners of questions, alike on every process, for the lowest entropies of their answers, where they
+        play a part. Collective."""
+        if self.config.entropy_percentile is None:
+            return
+        names = [name for name in dict.fromkeys(question_ids) if name in self.index]
+        store = self.keeper.store
+        mine = [
+            (place, store.entropies(self.index.row(name)).min())
+            for place, name in enumerate(names)
+            if self.owner.owns(name)
+        ]
+        places = np.array([place for place, _ in mine], np.int64)
+        values = np.array([value for _, value in mine], np.float32)
+        for part_places, part_values in self.comm.all_gather((places, values)):
+            rows = np.array([self.index.row(names[place]) for place in part_places.tolist()], np.int64)
+            self.index.set_entropies(rows, part_values)
+
     def apply(self, change: Change, kept: Kept, report: RecordReport) -> None:
         """Everybody's part of a change, when its owner has done his."""
         report.stored += len(kept.stored)
@@ -69,7 +137,8 @@ class BufferState:
             if change.question_id in self.index:
                 self.index.remove(change.question_id)
         elif kept.num_answers:
-            self.index.put(change.question_id, change.bucket, kept.num_answers)
+            bucket = self.rating.bucket(self.index.row(change.question_id), change.bucket)
+            self.index.put(change.question_id, bucket, kept.num_answers)
 
     def enter(self, question_id: str, bucket: int, num_answers: int, kept: Kept | None, report: MergeReport) -> None:
         """Everybody's part of a question of another run, which had so many answers; `kept` is None where it is retired
@@ -79,7 +148,9 @@ class BufferState:
             return
         known = question_id in self.index
         if kept.num_answers:
-            self.index.put(question_id, self.index.bucket(question_id) if known else bucket, kept.num_answers)
+            row = self.index.row(question_id)
+            bucket = self.index.bucket(question_id) if known else self.rating.bucket(row, bucket)
+            self.index.put(question_id, bucket, kept.num_answers)
         report.questions += not known and kept.num_answers > 0
         report.answers += len(kept.stored)
         report.duplicates += kept.duplicates
@@ -112,6 +183,7 @@ class BufferState:
                 mine[name] = evict_of_question(self.keeper.store, self.index.row(name), cap, self.config.eviction)
             self.index.put(name, bucket, cap)
         evicted = all_gather_union(self.comm, mine)
+        self.refresh_entropies(name for name, _ in beyond)
         self.events += [event for name, _ in beyond for event in evictions(name, evicted[name])]
         return before - self.index.total_answers
 
@@ -122,6 +194,7 @@ class BufferState:
             self.num_damaged += lost[question_id]
             self.events.append(Event(question_id, "lost", count=lost[question_id]))
         if lost:
+            self.refresh_entropies(sorted(lost))
             self.count_bytes()
 
     def count_bytes(self) -> None:
@@ -154,6 +227,7 @@ class BufferState:
         going = first_to_go(proposed, answers, length)
         for candidate in going:
             self._drop(candidate)
+        self.refresh_entropies(candidate.question_id for candidate in going)
         return [event for one in going for event in evictions(one.question_id, (one.serial,), key)]
 
     def _drop(self, candidate: Candidate) -> None:

@@ -106,13 +106,15 @@ class MegatronActor:
         *,
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
+        lr_multiplier: float = 1.0,
     ) -> UpdateResult:
         """Take one optimiser step on the sequences of all data-parallel ranks together; collective over all processes.
 
         Minimises the sum over all response tokens of `policy_weight * term - entropy_weight * entropy`: nothing is
         averaged, so the result depends neither on micro-batches nor on ranks. `sequences` is this rank's share and may
         be empty. `micro_batch_entropy_coeff` adds that coefficient times the mean entropy of each micro-batch over the
-        number of data-parallel ranks, as the released code does; the result then does depend on both.
+        number of data-parallel ranks, as the released code does; the result then does depend on both. `lr_multiplier`
+        multiplies the schedule's learning rate in this step.
         """
         batches = self._micro_batches(list(pairs(sequences)), train=True)
         for chunk in self._model:
@@ -139,6 +141,7 @@ class MegatronActor:
             loss=total_loss,
             max_norm=self._policy.max_grad_norm,
             skip_above=self._policy.skip_grad_norm_above,
+            lr_multiplier=lr_multiplier,
         )
         self.version += not step.skipped
         terms = _loss_terms(sequences, batches, outputs)
