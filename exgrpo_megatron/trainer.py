@@ -130,7 +130,7 @@ class Trainer:
         per_micro_batch = config.loss_fn.entropy_bonus == "per_micro_batch"
         results = []
         rng = generator(config.grpo.seed, step, "minibatches")
-        for part in minibatches(groups, config.updates_per_step, rng):
+        for part in minibatches(groups, config.updates_per_pass, rng, num_passes=config.grpo.num_iterations):
             sequences = train_sequences(part, config, data_parallel_size=self.parts.comm.size)
             coeff = config.loss_fn.entropy_coeff if per_micro_batch else 0.0
             results.append(update_shared(self.parts, [*sequences, *stored], terms, micro_batch_entropy_coeff=coeff))
