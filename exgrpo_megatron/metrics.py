@@ -58,8 +58,14 @@ METRICS: dict[str, Metric] = {
     "groups/none_correct": Metric("share", "groups of the step without a correct answer (no gradient but a penalty's)"),
     "groups/mixed": Metric("share", "groups of the step with correct and other answers"),
     "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient but a penalty's)"),
-    "experience/replay_on": Metric("0 or 1", "1: the step was in the mixed phase, or had a replay step"),
+    "experience/replay_on": Metric(
+        "0 or 1",
+        "1: the step replays: it is of the mixed phase, or stored answers are trained on beside groups",
+    ),
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
+    "experience/drawable_questions": Metric(
+        "questions", "those in the buffer that the step could draw from: within difficulty_range and entropy_percentile"
+    ),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
     "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
     "experience/stored_bytes": Metric("bytes", "their size on disk"),
@@ -68,8 +74,10 @@ METRICS: dict[str, Metric] = {
     "experience/evicted_of_answers": Metric("answers", "evicted in the step by experience.max_answers"),
     "experience/evicted_of_bytes": Metric("answers", "evicted in the step by experience.max_bytes"),
     "experience/damaged": Metric("answers", "lost so far to damaged files (on_corruption: quarantine)"),
-    "experience/retired": Metric("questions", "questions retired so far"),
+    "experience/retired": Metric("questions", "retired questions: those brought back are none"),
     "experience/retired_this_step": Metric("questions", "questions retired in the step"),
+    "experience/returned": Metric("questions", "retired questions brought back so far (return_retired only)"),
+    "experience/returned_this_step": Metric("questions", "retired questions brought back after the step"),
     "experience/stored_this_step": Metric("answers", "correct answers stored in the step"),
     "experience/already_stored": Metric("answers", "correct answers of the step that were stored before"),
     "experience/not_collected": Metric("answers", "correct answers of the step from before collection begins"),
@@ -82,6 +90,36 @@ METRICS: dict[str, Metric] = {
     "experience/mean_age_steps": Metric("steps", "mean steps since the replayed answers were stored (prefilled: at 0)"),
     "experience/bucket_<k>": Metric(
         "questions", "questions in the buffer whose latest group with a correct answer had k"
+    ),
+    "freshness/data_left": Metric("share", "training questions that are not retired after the step"),
+    "freshness/steps_left": Metric(
+        "steps", "until every question is retired, at the mean net retirement of the last alarms.average_steps steps"
+    ),
+    "freshness/epochs_left": Metric(
+        "epochs", "the same: steps_left x new questions a step (mean of those steps) / questions of the next epoch"
+    ),
+    **{
+        f"freshness/age_steps_{stat}": Metric("steps", f"{stat} of the steps since replayed answers were stored")
+        for stat in ("mean", "median", "max")
+    },
+    **{
+        f"freshness/age_versions_{stat}": Metric(
+            "versions", f"{stat} of the optimiser steps since the weights that wrote them (prefilled ones left out)"
+        )
+        for stat in ("mean", "median", "max")
+    },
+    "freshness/duplicates": Metric("share", "correct new answers of the step that were stored before, token by token"),
+    "freshness/repeated": Metric(
+        "share", "replayed questions of the step that were replayed in the alarms.repeat_steps steps before it too"
+    ),
+    "freshness/uses_per_answer": Metric("replays", "replays in the run so far for each answer stored so far"),
+    "alarm/<name>": Metric("0 or 1", "1: experience.alarms.<name> rings, for every alarm that is on"),
+    "guards/crossed": Metric("limits", "limits of experience.guards crossed in the step (where any is set)"),
+    "guards/crossings": Metric("steps", "steps so far that crossed one"),
+    "guards/held": Metric("0 or 1", "1: a guard held the step to a clip, or to on-policy training"),
+    "guards/capped_tokens": Metric(
+        "tokens",
+        "replayed tokens that a guard's clip left without a gradient, in all optimiser steps (action: clip)",
     ),
     "replay_step/answers": Metric("answers", "stored answers trained on beside the groups (strategy: not exgrpo)"),
     "replay_step/updates": Metric("updates", "optimiser steps on them; 0: nothing is stored, or they join others"),

@@ -108,9 +108,15 @@ class Parts:
 def score_shared(parts: Parts, pairs: list[tuple[TokenIds, TokenIds]]) -> list[ScoredSequence]:
     """Scores of (prompt, response) pairs under the current policy, in their order; each data-parallel rank scores a
     share. Collective, with the same pairs on every process."""
-    comm = parts.comm
+    return score_by_all(parts.policy, parts.comm, pairs, parts.sampling.temperature)
+
+
+def score_by_all(
+    policy: Policy, comm: Communicator, pairs: list[tuple[TokenIds, TokenIds]], temperature: float
+) -> list[ScoredSequence]:
+    """`score_shared` of any policy at any temperature."""
     share = balanced_shares([len(prompt) + len(response) for prompt, response in pairs], comm.size)[comm.rank]
-    scored = parts.policy.score([pairs[i] for i in share], parts.sampling.temperature)
+    scored = policy.score([pairs[i] for i in share], temperature)
     return in_order(all_gather_concat(comm, list(zip(share, scored, strict=True))))
 
 

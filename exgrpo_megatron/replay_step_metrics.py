@@ -10,7 +10,7 @@ import numpy as np
 from exgrpo_megatron.algorithm.replay_step import pushes
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.metrics import ratio_summary
-from exgrpo_megatron.types import LossTerms, TrainSequence, UpdateResult
+from exgrpo_megatron.types import LossTerms, Slot, TrainSequence, UpdateResult
 
 
 @dataclass
@@ -21,6 +21,10 @@ class ReplayStepRecord:
     sequences: list[TrainSequence] = field(default_factory=list)
     updates: list[UpdateResult] = field(default_factory=list)
     """None where the stored answers joined an update on new ones."""
+    slots: list[Slot] = field(default_factory=list)
+    """The questions and stored answers they were made of."""
+    num_capped: int = 0
+    """Tokens that a guard's clip left without a gradient."""
     ages: list[int] = field(default_factory=list)
     """Steps since each answer was stored."""
     num_scored: int = 0

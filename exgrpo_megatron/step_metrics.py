@@ -14,11 +14,14 @@ import psutil
 from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
 from exgrpo_megatron.budget import Budget
+from exgrpo_megatron.comm import all_gather_concat
 from exgrpo_megatron.config import Config, LossConfig
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.metrics import mean_shaped, ratio_summary
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.replay_step_metrics import ReplayStepRecord, replay_step_metrics
+from exgrpo_megatron.retirement import Retired
 from exgrpo_megatron.rewards.alarm import verdict_counts
 from exgrpo_megatron.rewards.verifier import Verdict
 from exgrpo_megatron.types import Group, LossTerms, Trajectory, UpdateResult
@@ -65,8 +68,11 @@ class StepRecord:
     num_padded: int
     num_discarded: int
     """New questions thrown away."""
-    retired_kept: list[str]
-    """Questions retired in the step that stay among the new ones."""
+    num_drawable: int
+    """Stored questions that the step could draw from."""
+    retired: Retired
+    num_capped: int
+    """Replayed tokens that a guard's clip left without a gradient, once for each of these optimiser steps."""
     mixed: bool
     total_skipped: int
     """Optimiser steps skipped in the run so far."""
@@ -89,7 +95,7 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
         "data/epoch": parts.order.epoch,
         "data/questions_left": parts.order.num_active,
         "data/discarded": record.num_discarded,
-        "data/retired_kept": len(record.retired_kept),
+        "data/retired_kept": len(record.retired.kept),
         "run/rss_gib": psutil.Process().memory_info().rss / 2**30,
         **timing,
     }
@@ -111,6 +117,23 @@ def step_warnings(record: StepRecord) -> list[str]:
         named = "; ".join(f"question {answer.question_id!r}: {answer.reason}" for answer in refused[:MAX_NAMED])
         warnings.append(f"{len(refused)} correct answers cannot be stored for replay: {named}")
     return warnings
+
+
+def step_events(parts: Parts, record: StepRecord) -> list[Event]:
+    """What happened to the questions of the step, in this order: tried, replayed, and what the record says; collective
+    over data-parallel ranks. Nothing where `logger.experience_history` is false."""
+    if not parts.config.logger.experience_history:
+        return []
+    mine = [answer for update in record.updates for answer in update.replayed]
+    replayed = sorted(all_gather_concat(parts.comm, mine))
+    return [
+        *(Event(group.question.id, "tried", count=group.num_correct, of=group.size) for group in record.groups),
+        *(
+            Event(name.question_id, "replayed", answer=name.serial, mean_ratio=mean, max_ratio=largest)
+            for name, mean, largest in replayed
+        ),
+        *record.report.events,
+    ]
 
 
 def pass_rate(groups: list[Group]) -> float:
@@ -159,6 +182,7 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     return {
         "experience/replay_on": float(record.mixed or bool(record.stored.sequences)),
         "experience/replayed_questions": len(ages),
+        "experience/drawable_questions": record.num_drawable,
         "experience/buffer_questions": experience.num_questions,
         "experience/stored_answers": experience.num_answers,
         "experience/stored_bytes": experience.num_bytes,
@@ -170,6 +194,7 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/damaged": experience.num_damaged,
         "experience/retired": experience.num_retired,
         "experience/retired_this_step": len(report.retired),
+        **_returned(parts.config, record),
         "experience/stored_this_step": report.stored,
         "experience/already_stored": report.duplicates,
         "experience/not_collected": report.not_collected,
@@ -181,6 +206,15 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/padded_logprobs": record.num_padded + record.stored.num_padded,
         **({"experience/mean_age_steps": float(np.mean(ages))} if ages else {}),
         **{f"experience/bucket_{count}": sizes[count] for count in range(1, members)},
+    }
+
+
+def _returned(config: Config, record: StepRecord) -> dict[str, float]:
+    if config.experience.return_retired is None:
+        return {}
+    return {
+        "experience/returned": record.retired.total_returned,
+        "experience/returned_this_step": record.retired.num_returned,
     }
 
 

@@ -12,7 +12,7 @@ from exgrpo_megatron.algorithm.advantages import group_advantages
 from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
 from exgrpo_megatron.config import Config, LossConfig
-from exgrpo_megatron.types import Group, Logprobs, TrainSequence, Trajectory
+from exgrpo_megatron.types import AnswerName, Group, Logprobs, TrainSequence, Trajectory
 
 
 def minibatches(
@@ -63,6 +63,7 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
             / _divisor(config.loss_fn, len(member.token_ids), num_sequences, width, data_parallel_size),
             entropy_weight=entropy_weight,
             token_weights=_token_weights(member, config.loss_fn),
+            stored=AnswerName(question.id, member.serial) if member.serial >= 0 else None,
         )
         for question, member, advantage in trained
     ]

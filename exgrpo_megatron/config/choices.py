@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 BucketWeight = Literal["counts", "accuracy", "linear", "sqrt", "linear_clip", "uniform"]
-AnswerChoice = Literal["lowest_mean_entropy", "lowest_total_entropy", "lowest_perplexity", "random"]
+AnswerChoice = Literal[
+    "lowest_mean_entropy", "lowest_total_entropy", "lowest_perplexity", "random", "shortest", "newest", "agreement"
+]
 Shaping = Literal["ratio", "normalized_ratio", "none", "sqrt", "clip", "log_prob"]
 """As in `exgrpo_kernels.reference`, which says what each is."""
 

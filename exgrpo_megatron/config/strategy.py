@@ -18,7 +18,10 @@ _OF_GROUPS_BY_VARIANT = (
     "experience.allow_duplicates",
     "loss_fn.clip_in_mixed_phase",
 )
-_OF_GROUPS = ("replay_ratio", "bucket_sigma", "shaping", "shaping_beta")
+_OF_GROUPS = (
+    "replay_ratio", "start_epoch", "start_step", "stop_pass_rate", "pass_rate_steps", "bucket_sigma", "shaping",
+    "shaping_beta",
+)  # fmt: skip
 
 
 def check_strategy(variant: VariantName, experience: ExperienceConfig, loss: LossConfig) -> None:

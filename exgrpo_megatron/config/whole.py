@@ -102,6 +102,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _categories_are_known(self) -> Config:
+        source = self.data.train
+        if self.experience.difficulty_per_category and source.path is not None and source.category_key is None:
+            raise ValueError(
+                "experience.difficulty_per_category = true, but data.train.category_key is null: set it to the column "
+                "with the category, or experience.difficulty_per_category = false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _best_metric_is_measured(self) -> Config:
         name = self.checkpointing.metric_name
         if self.data.validation and not self.eval.greedy and name.startswith("validation/pass_rate_greedy"):

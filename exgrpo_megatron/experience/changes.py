@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from exgrpo_megatron.experience.answers import answer_fault
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport, RefusedAnswer
 from exgrpo_megatron.types import Group, StoredAnswer
 
@@ -27,14 +28,15 @@ class Change:
 class Kept(NamedTuple):
     """What the owner of a question did about a change."""
 
-    stored: int
+    stored: tuple[int, ...]
+    """Serials of the answers stored."""
     duplicates: int
     num_answers: int
     """Answers of the question afterwards."""
     num_bytes: int
     """What its records take more than before; below 0: less."""
-    evicted: int = 0
-    """Answers that went because the question has a cap."""
+    evicted: tuple[int, ...] = ()
+    """Serials of the answers that went because the question has a cap."""
 
 
 def changes_of(
@@ -58,6 +60,7 @@ def changes_of(
         elif num_correct == group.size and retire:
             solved.add(question_id)
             report.retired.append(question_id)
+            report.events.append(Event(question_id, "retired"))
             changes.append(Change(question_id, num_correct, True, ()))
         else:
             answers = _sound_answers(group, step, collect, truncated, report)
@@ -69,11 +72,13 @@ def _sound_answers(
     group: Group, step: int, collect: bool, truncated: bool, report: RecordReport
 ) -> tuple[StoredAnswer, ...]:
     """The group's new correct answers that can be replayed; counts the others."""
+    question_id = group.question.id
     correct = [member for member in group.trajectories if member.reward > 0 and not member.replayed]
     if not collect:
         report.not_collected += len(correct)
+        report.events += left_out(question_id, len(correct), "not_collected")
         return ()
-    sound = []
+    sound, before = [], report.truncated
     for member in correct:
         if member.stop_reason == "length" and not truncated:
             report.truncated += 1
@@ -82,5 +87,12 @@ def _sound_answers(
         if fault is None:
             sound.append(StoredAnswer(member.token_ids, member.logprobs, member.policy_version, step))
         else:
-            report.refused.append(RefusedAnswer(group.question.id, fault))
+            report.refused.append(RefusedAnswer(question_id, fault))
+            report.events += left_out(question_id, 1, fault)
+    report.events += left_out(question_id, report.truncated - before, "truncated")
     return tuple(sound)
+
+
+def left_out(question_id: str, count: int, reason: str) -> list[Event]:
+    """Correct answers that were not stored, if there are any."""
+    return [Event(question_id, "left_out", count=count, reason=reason)] if count else []

@@ -19,6 +19,7 @@ from torch import Tensor
 from exgrpo_kernels import fused
 from exgrpo_kernels.fused import OutputHead
 from exgrpo_kernels.reference import Objective
+from exgrpo_megatron.algorithm.importance import replayed_answers
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from exgrpo_megatron.policy import backend, checkpoint, layers, schedule
@@ -143,6 +144,7 @@ class MegatronActor:
             lr_multiplier=lr_multiplier,
         )
         self.version += not step.skipped
+        terms = _loss_terms(sequences, batches, outputs)
         return UpdateResult(
             loss=total_loss,
             grad_norm=step.grad_norm,
@@ -150,7 +152,8 @@ class MegatronActor:
             learning_rate=step.learning_rate,
             num_positions=sum(batch.num_positions for batch in batches),
             num_padding=sum(batch.num_padding for batch in batches),
-            terms=_loss_terms(sequences, batches, outputs),
+            terms=terms,
+            replayed=replayed_answers(sequences, terms),
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
