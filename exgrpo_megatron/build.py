@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,7 +226,15 @@ def build_parts(
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
     group_size = config.grpo.num_generations_per_prompt
-    experience = ExperienceBuffer(config.experience, group_size, comm, experience_folder)
+    categories = {question.id: question.category for question in inputs.train.questions}
+    experience = ExperienceBuffer(
+        config.experience,
+        group_size,
+        comm,
+        experience_folder,
+        pass_rate_decay=config.experience.pass_rate_decay,
+        categories=categories,
+    )
     return Parts(
         config=config,
         comm=comm,
@@ -244,12 +252,18 @@ def build_parts(
 
 
 def build_evaluator(
-    config: Config, inputs: Inputs, engine: RolloutEngine, verifier: Verifier, comm: Communicator
+    config: Config,
+    inputs: Inputs,
+    engine: RolloutEngine,
+    verifier: Verifier,
+    comm: Communicator,
+    questions: Sequence[Question] | None = None,
 ) -> Evaluator | None:
-    """Evaluator of the validation questions; None where the recipe has none."""
-    if not inputs.held_out:
+    """Evaluator of the validation questions, or of `questions`; None where there are none."""
+    chosen = inputs.held_out if questions is None else questions
+    if not chosen:
         return None
-    return Evaluator(config.eval, inputs.held_out, engine, verifier, inputs.tokenizer, inputs.sampling, comm)
+    return Evaluator(config.eval, chosen, engine, verifier, inputs.tokenizer, inputs.sampling, comm)
 
 
 def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTrainer, MegatronActor]:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from exgrpo_megatron import __version__
+from exgrpo_megatron import __version__, experience_command
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.evaluation_request import EvalRequest, QuestionsOf
 from exgrpo_megatron.export_request import ExportCheck, ExportDtype
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.plan_command import planned_processes, show_plan
@@ -43,6 +44,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(experience_command.app, name="experience")
 
 
 class TargetFormat(StrEnum):
@@ -130,25 +132,36 @@ def evaluate(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A run's checkpoint folder or a Hugging Face folder.", show_default=False)
     ] = None,
+    questions: Annotated[
+        QuestionsOf, typer.Option(help="train: to choose questions by pass rate, data.train.pass_rates_path.")
+    ] = QuestionsOf.validation,
+    entropy: Annotated[
+        bool,
+        typer.Option("--entropy", help="Also the token entropy of right and wrong answers, by band of pass rates."),
+    ] = False,
 ) -> None:
-    """Held-out pass rates of a checkpoint (default: the newest of the recipe's run)."""
+    """Pass rates of a checkpoint (default: the newest of the recipe's run), over all questions and of each."""
     config = load_recipe(recipe, overrides or [])
     with process_group(config) as comm:
         from exgrpo_megatron import build, checkpoint_evaluation  # noqa: PLC0415
         from exgrpo_megatron.report.tables import evaluation_table  # noqa: PLC0415
 
-        found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm)
+        found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm, questions)
+        request = EvalRequest(found, questions, entropy)
         inputs = build.load_inputs(config, comm)
-        evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, found, comm)
+        evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, request, comm)
         if comm.is_main:
-            metrics = evaluation.metrics
-            summary, answers = checkpoint_evaluation.write_evaluation(config, evaluation, found)
-            Console().print(evaluation_table(metrics, len(inputs.held_out), config.eval.temperature))
+            written = checkpoint_evaluation.write_evaluation(config, evaluation, request)
+            asked = inputs.train.questions if questions is QuestionsOf.train else inputs.held_out
+            console, metrics = Console(), evaluation.metrics
+            console.print(evaluation_table(metrics, len(asked), config.eval.temperature, questions))
             length, cut_off = metrics["validation/response_length"], metrics["validation/truncated"]
             say(
                 comm, f"\nsampled answers: {length:.1f} tokens on average; cut off at the longest length: {cut_off:.0f}"
             )
-            say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
+            if written.report is not None:
+                console.print("", written.report.table(), sep="\n")
+            say(comm, written.describe(found))
 
 
 @app.command()
@@ -203,6 +216,49 @@ def show(
     console.print(numbers_table(config, data_parallel_size), "", variant_table(config), sep="\n")
     if processes is not None:
         show_plan(config, processes, gpu_memory_gib, console)
+
+
+@app.command()
+def simulate(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    rates: Annotated[
+        str,
+        typer.Option(
+            help="True pass rates: uniform, constant:P, beta:A,B; a JSONL or Parquet file with pass_rate; the "
+            "answers.jsonl of `exgrpo eval`; or a run's folder."
+        ),
+    ] = "beta:0.6,1.2",
+    growth: Annotated[
+        str | None,
+        typer.Option(
+            help="Logits that training adds: none, or new=A,replayed=B,everywhere=C. Default: "
+            "new=0.1,replayed=0.1,everywhere=0.004; for a run's folder its logged pass rates",
+            show_default=False,
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Default: as many as --rates or the recipe has", show_default=False)
+    ] = None,
+    distinct: Annotated[
+        int | None,
+        typer.Option(min=1, help="Different right answers of a question. Default: all differ", show_default=False),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a stored answer, for its bytes. Default: half of the longest", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, CSV, picture and metrics.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Replay without a model: what buckets, retirement and new questions come to, from pass rates."""
+    config = load_recipe(recipe, overrides or [])
+    quiet_libraries()
+    from exgrpo_megatron.simulate_command import SimulateRequest, simulate_and_report  # noqa: PLC0415
+
+    simulate_and_report(config, SimulateRequest(rates, growth, questions, distinct, answer_tokens, out, json))
 
 
 @app.command()
@@ -407,12 +463,37 @@ def sweep(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)]) -> None:
-    """Draw the dashboard of a run, finished or not."""
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)],
+    html: Annotated[
+        bool, typer.Option("--html", help="One HTML file instead, to be opened from disk: charts, every question.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="With --html: the file. Default: <run>/report.html", show_default=False)
+    ] = None,
+    max_answer_texts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --html: so many replayed answers have their text. Default: 5000", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Draw the dashboard of a run, finished or not; with --html, a page with its questions and answers."""
     quiet_libraries()
+    console = Console()
+    if html:
+        from exgrpo_megatron.report.html_page import MAX_ANSWER_TEXTS, write_page  # noqa: PLC0415
+
+        path, notes = write_page(run, out, MAX_ANSWER_TEXTS if max_answer_texts is None else max_answer_texts)
+        for note in notes:
+            console.print(note, markup=False, soft_wrap=True, highlight=False)
+        console.print(f"report: {path}", markup=False, soft_wrap=True, highlight=False)
+        return
+    if out is not None or max_answer_texts is not None:
+        raise ConfigError("--out and --max-answer-texts are for --html")
     from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
 
-    Console().print(f"dashboard: {write_dashboard(run)}", soft_wrap=True, highlight=False)
+    console.print(f"dashboard: {write_dashboard(run)}", soft_wrap=True, highlight=False)
 
 
 @app.command()
