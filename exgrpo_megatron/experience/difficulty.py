@@ -41,13 +41,16 @@ class Rating:
         """Whether a rate is its bucket's, k/K, and nothing finer."""
         return self.kind == "last_group"
 
-    def rates(self, rows: Rows, buckets: Buckets) -> Values:
+    def rates(self, rows: Rows, buckets: Buckets | int) -> Values:
         """Of questions in these buckets; the bucket's, k/K, where nothing else is known."""
-        coarse = buckets / self.group_size
+        coarse = np.broadcast_to(np.asarray(buckets) / self.group_size, len(rows))
         if self.is_bucket:
             return coarse
-        fine = self._fine(rows)
-        return np.where(np.isnan(fine), coarse, fine)
+        rates = self._fine(rows)
+        unknown = np.isnan(rates)
+        if unknown.any():
+            rates[unknown] = coarse[unknown]
+        return rates
 
     def bucket(self, row: int, k: int) -> int:
         """Where a question belongs whose last group, or the bucket it was in, had k right."""

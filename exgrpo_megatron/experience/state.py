@@ -102,8 +102,7 @@ class BufferState:
         """The lowest entropy of the question at `experience.entropy_percentile` among those stored."""
         percentile = self.config.entropy_percentile
         assert percentile is not None
-        place = max(int(np.ceil(percentile * len(self.index) / 100)) - 1, 0)
-        return float(np.partition(self.index.entropies, place)[place]) if len(self.index) else float("inf")
+        return self.index.entropy_at(percentile)
 
     def refresh_entropies(self, question_ids: Iterable[str]) -> None:
         """Ask the owners of questions, alike on every process, for the lowest entropies of their answers, where they

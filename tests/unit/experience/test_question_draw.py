@@ -148,7 +148,8 @@ def test_a_range_is_exact_where_rates_are_finer_than_buckets(difficulty: dict[st
     for step in range(12):
         for name in (f"q{i}" for i in range(40)):
             rewards = [float(rng.random() < int(name[1:]) / 40) for _ in range(K - 1)] + [round(float(rng.random()), 2)]
-            rewards[0] = 0.0
+            rewards[0] = 0.0 if "difficulty_window" in difficulty else 0.2 * float(rng.random())
+            rewards = rewards if min(rewards) <= 0 else [*rewards[:3], 0.0]
             results.setdefault(name, []).extend(reward > 0 for reward in rewards)
             last[name] = rewards
             buffer.record([group(name, rewards)], step=step, collect=True)

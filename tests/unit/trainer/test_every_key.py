@@ -16,6 +16,9 @@ LIMITED = {"loss_fn": {"use_importance_sampling_correction": True, **LIMITS}}
 SHORT = {"policy": {"generation": {"max_new_tokens": 5}}}
 ON_POLICY = {"experience": {"start_pass_rate": 1.0}}
 
+WINDOW = {"experience": {"difficulty": "window", "difficulty_window": 8}}
+RANGE = {"experience": {"difficulty_range": [0.2, 0.6]}}
+CATEGORIES = {"data": {"train": {"category_key": "answer"}}}
 STARTED = {"experience": {"start_pass_rate": 0.45}}
 GUARDED = {"experience": {"guards": {"max_kl_replayed": 1e-6, "action": "clip"}}}
 HELD = {"experience": {"guards": {"max_kl_replayed": 1e-6, "action": "on_policy"}}}
@@ -80,6 +83,16 @@ CASES = [
     ("experience.answer_choice", "lowest_total_entropy", {}),
     ("experience.answer_choice", "lowest_perplexity", {}),
     ("experience.answer_choice", "random", {}),
+    ("experience.answer_choice", "shortest", {}),
+    ("experience.answer_choice", "newest", {}),
+    ("experience.answer_choice", "agreement", {}),
+    ("experience.difficulty", "reward_variance", {"experience": {"difficulty_range": [0.0, 0.6]}}),
+    ("experience", WINDOW["experience"], {}),
+    ("experience.difficulty_window", 3, WINDOW),
+    ("experience.difficulty_range", [0.2, 0.6], {}),
+    ("experience.difficulty_range_unit", "quantile", RANGE),
+    ("experience.difficulty_per_category", True, CATEGORIES),
+    ("experience.entropy_percentile", 40, {}),
     ("experience.stored_answer", "text", {}),
     ("experience.collect_from", "mixed_phase", ON_POLICY),
     ("experience.retire_from", "replay", {}),
