@@ -275,7 +275,7 @@ class ExperienceBuffer:
         stores the new correct answers and makes k the bucket of the question, if it has stored answers; k == 0 changes
         nothing. An answer without exactly one finite log-prob a token is refused. Then answers are evicted that are
         beyond a cap. Does nothing where `experience.enabled` is false. Groups may be of any size where k of K decides
-        nothing: rates are those of a window, and nothing retires.
+        nothing: `experience.difficulty` is not `last_group`, and nothing retires.
 
         Raises:
             ValueError: a group is not of the buffer's group size.
@@ -283,7 +283,7 @@ class ExperienceBuffer:
         """
         if not self._config.enabled:
             return RecordReport()
-        any_size = self._config.difficulty == "window" and self._config.retire_from == "never"
+        any_size = self._config.difficulty != "last_group" and self._config.retire_from == "never"
         for group in () if any_size else groups:
             if group.size != self._state.group_size:
                 raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._state.group_size}")

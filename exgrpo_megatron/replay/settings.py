@@ -28,10 +28,10 @@ def check_settings(
 
 
 def section_of(settings: Mapping[str, Any]) -> ExperienceConfig:
-    """What the trainer's buffer is told: rates of a window, nothing retires, entropies are known if asked for."""
+    """What the trainer's buffer is told: rates by the metric, nothing retires, entropies are known if asked for."""
     return ExperienceConfig(
         bucket_weight="counts",
-        difficulty="window",
+        difficulty="window" if settings["metric"] == "correctness_rate" else "reward_variance",
         difficulty_window=settings["window_size"],
         entropy_percentile=max(settings["entropy_percentiles"], default=None),
         retire_from="never",

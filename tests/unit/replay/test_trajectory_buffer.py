@@ -139,6 +139,18 @@ def test_a_question_moves_with_its_rate():
     assert buffer.tier_sizes() == [1, 0, 0, 0, 0]
 
 
+def test_the_metric_decides_the_rate(tmp_path):
+    # Rewards .5 and .9: both right; their variance .04 is that of a rate of .958.
+    by_share, by_variance = TrajectoryBuffer(), TrajectoryBuffer(bucketer=DifficultyBucketer("reward_variance"))
+    for buffer in (by_share, by_variance):
+        buffer.add([trajectory("a", 0.5, tokens=(1,)), trajectory("a", 0.9, tokens=(2,))])
+    assert by_share.sample("uniform", size=1)[0].correctness_rate == 1.0
+    by_variance.save(tmp_path / "saved")
+    for buffer in (by_variance, TrajectoryBuffer.load(tmp_path / "saved")):
+        assert buffer.sample("uniform", size=1)[0].correctness_rate == pytest.approx(0.958258, abs=1e-5)
+        assert len(buffer.sample("medium_difficulty", size=1, difficulty_range=(0.9, 0.96))) == 1
+
+
 def test_middle_tiers_are_drawn_first():
     # Normal of width 1 around tier 3 of 5: weights .054, .242, .399, .242, .054, renormalised by their sum .991.
     buffer = five(seed=1)
