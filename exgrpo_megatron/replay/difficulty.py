@@ -13,7 +13,8 @@ from exgrpo_megatron.types import Group, Question, Trajectory
 
 Metric = Literal["correctness_rate", "reward_variance"]
 """`correctness_rate`: the share of correct ones (reward above 0) among the last attempts. `reward_variance`, for
-rewards from 0 to 1: the rate of right and wrong answers with the variance of the last rewards, on the side of their mean."""
+rewards from 0 to 1: the rate of right and wrong answers with the variance of the last rewards, on the side of their
+mean."""
 DEFAULT_WINDOW = 100
 
 
