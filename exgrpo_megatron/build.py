@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -338,14 +337,3 @@ def _check_enough_questions(config: Config, train: QuestionSet) -> None:
             f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions "
             f"left after the length filter ({len(train.dropped_too_long)} were too long)"
         )
-
-
-def writable_folder(path: Path, key: str) -> Path:
-    """`path`, made if absent; raises ConfigError naming `key` where it cannot be written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{key} = {str(path)!r}: cannot be made: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} = {str(path)!r}: not writable")
-    return path
