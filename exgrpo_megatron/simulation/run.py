@@ -120,6 +120,8 @@ def not_simulated(config: Config) -> list[str]:
         left_out.append("experience.entropy_percentile, eviction: simulated answers have an entropy by chance")
     if experience.difficulty_per_category:
         left_out.append("experience.difficulty_per_category: simulated questions have no category")
+    if config.data.train.pass_rates_path is not None:
+        left_out.append("data.train.pass_rates_path: all questions of --rates take part")
     if config.data.validation is not None:
         left_out.append("data.validation: nothing is evaluated")
     return left_out
