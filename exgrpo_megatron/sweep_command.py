@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from exgrpo_megatron.build import writable_folder
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.files import writable_folder
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.plan_command import planned_processes
 from exgrpo_megatron.process import STOPPED_AT_ONCE, launched_processes
