@@ -224,16 +224,6 @@ def build_parts(
     """All parts of an RL run around an actor; stored answers lie in `experience_folder`, or in memory."""
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
-    group_size = config.grpo.num_generations_per_prompt
-    categories = {question.id: question.category for question in inputs.train.questions}
-    experience = ExperienceBuffer(
-        config.experience,
-        group_size,
-        comm,
-        experience_folder,
-        pass_rate_decay=config.experience.pass_rate_decay,
-        categories=categories,
-    )
     return Parts(
         config=config,
         comm=comm,
@@ -242,11 +232,25 @@ def build_parts(
         verifier=build_verifier(config),
         tokenizer=inputs.tokenizer,
         order=QuestionOrder(inputs.train.questions, config.grpo.seed, config.data.epoch_order),
-        experience=experience,
+        experience=build_experience(config, inputs.train.questions, comm, experience_folder),
         train=inputs.train,
         validation=inputs.held_out,
         sampling=inputs.sampling,
         model_dir=inputs.model_dir,
+    )
+
+
+def build_experience(
+    config: Config, questions: Sequence[Question], comm: Communicator, folder: Path | None
+) -> ExperienceBuffer:
+    """An empty buffer for the training questions; stored answers lie in `folder`, or in memory."""
+    return ExperienceBuffer(
+        config.experience,
+        config.grpo.num_generations_per_prompt,
+        comm,
+        folder,
+        pass_rate_decay=config.experience.pass_rate_decay,
+        categories={question.id: question.category for question in questions},
     )
 
 

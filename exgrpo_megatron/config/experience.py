@@ -85,6 +85,9 @@ class ExperienceConfig(Section):
     difficulty_window: Annotated[int, Field(ge=1, le=128)] | None = key(
         None, "new answers of a question that its rate is taken over (difficulty: window)", "answers"
     )
+    difficulty_reward_range: tuple[float, float] = key(
+        (0.0, 1.0), "rewards of the worst and the best answer (difficulty: reward_variance)"
+    )
     difficulty_range: tuple[Share, Share] | None = key(
         None, "draw only questions whose rate is from the first to the second value, both included; null: any"
     )
@@ -223,6 +226,18 @@ class ExperienceConfig(Section):
                 f"difficulty = {self.difficulty!r} with difficulty_window = {self.difficulty_window}: a window needs "
                 "its number of answers, and is for difficulty = 'window' alone"
             )
+        worst, best = self.difficulty_reward_range
+        if self.difficulty != "reward_variance" and (worst, best) != (0.0, 1.0):
+            raise ValueError(
+                f"difficulty_reward_range = {[worst, best]} has no effect with difficulty = {self.difficulty!r}: set "
+                "it back, or difficulty to 'reward_variance'"
+            )
+        if not worst < best:
+            raise ValueError(f"difficulty_reward_range = {[worst, best]}: the first must be below the second")
+        return self
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> ExperienceConfig:
         if self.difficulty_range is None and self.difficulty_range_unit != "rate":
             raise ValueError(
                 f"difficulty_range_unit = {self.difficulty_range_unit!r} has no effect while difficulty_range is null: "
