@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -225,7 +224,6 @@ def build_parts(
     """All parts of an RL run around an actor; stored answers lie in `experience_folder`, or in memory."""
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
-    experience = build_experience(config, inputs, comm, experience_folder)
     return Parts(
         config=config,
         comm=comm,
@@ -234,7 +232,7 @@ def build_parts(
         verifier=build_verifier(config),
         tokenizer=inputs.tokenizer,
         order=QuestionOrder(inputs.train.questions, config.grpo.seed, config.data.epoch_order),
-        experience=experience,
+        experience=build_experience(config, inputs.train.questions, comm, experience_folder),
         train=inputs.train,
         validation=inputs.held_out,
         sampling=inputs.sampling,
@@ -243,16 +241,16 @@ def build_parts(
 
 
 def build_experience(
-    config: Config, inputs: Inputs, comm: Communicator, folder: Path | None = None
+    config: Config, questions: Sequence[Question], comm: Communicator, folder: Path | None
 ) -> ExperienceBuffer:
-    """An empty buffer, whose stored answers lie in `folder`, or in memory."""
+    """An empty buffer for the training questions; stored answers lie in `folder`, or in memory."""
     return ExperienceBuffer(
         config.experience,
         config.grpo.num_generations_per_prompt,
         comm,
         folder,
         pass_rate_decay=config.experience.pass_rate_decay,
-        categories={question.id: question.category for question in inputs.train.questions},
+        categories={question.id: question.category for question in questions},
     )
 
 
@@ -339,14 +337,3 @@ def _check_enough_questions(config: Config, train: QuestionSet) -> None:
             f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions "
             f"left after the length filter ({len(train.dropped_too_long)} were too long)"
         )
-
-
-def writable_folder(path: Path, key: str) -> Path:
-    """`path`, made if absent; raises ConfigError naming `key` where it cannot be written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{key} = {str(path)!r}: cannot be made: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} = {str(path)!r}: not writable")
-    return path

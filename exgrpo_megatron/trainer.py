@@ -144,7 +144,7 @@ class Trainer:
         per_micro_batch = config.loss_fn.entropy_bonus == "per_micro_batch"
         results, num_capped = [], 0
         rng = generator(config.grpo.seed, step, "minibatches")
-        for part in minibatches(groups, config.updates_per_step, rng):
+        for part in minibatches(groups, config.updates_per_pass, rng, num_passes=config.grpo.num_iterations):
             sequences = train_sequences(part, config, data_parallel_size=self.parts.comm.size)
             sequences, count = capped(self.parts, [*sequences, *stored], plan.ratio_cap)
             num_capped += count

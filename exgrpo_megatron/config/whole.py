@@ -201,6 +201,11 @@ class Config(Section):
     @property
     def updates_per_step(self) -> int:
         """Optimiser steps on new answers a training step."""
+        return self.grpo.num_iterations * self.updates_per_pass
+
+    @property
+    def updates_per_pass(self) -> int:
+        """Optimiser steps of one pass over the answers of a training step."""
         sequences = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
         return sequences // self.policy.train_global_batch_size
 

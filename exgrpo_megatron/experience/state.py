@@ -99,12 +99,6 @@ class BufferState:
         rates = self.rating.rates(np.arange(len(buckets)), buckets)
         return self.index.rebucket(bucket_of(rates, self.group_size))
 
-    def entropy_limit(self) -> float:
-        """The lowest entropy of the question at `experience.entropy_percentile` among those stored."""
-        percentile = self.config.entropy_percentile
-        assert percentile is not None
-        return self.index.entropy_at(percentile)
-
     def refresh_entropies(self, question_ids: Iterable[str]) -> None:
         """Ask the owners of questions, alike on every process, for the lowest entropies of their answers, where they
         play a part. Collective."""

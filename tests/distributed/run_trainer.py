@@ -92,6 +92,7 @@ def main() -> None:
     record = {
         "prefill": (solved, note.replace(str(folder), "")),
         "metrics": [result.metrics for result in results],
+        "events": [result.events for result in results],
         "groups": list(groups_of(results)),
         "evaluation": evaluator.run().answers,
         "order": list(parts.experience.questions()),

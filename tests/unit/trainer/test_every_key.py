@@ -36,6 +36,7 @@ CASES = [
     ("grpo.num_prompts_per_step", 8, {}),
     ("grpo.num_generations_per_prompt", 8, {}),
     ("grpo.seed", 11, {}),
+    ("grpo.num_iterations", 2, {}),
     ("grpo.normalize_rewards", True, {}),
     ("grpo.use_leave_one_out_baseline", True, {}),
     ("grpo.overlong_filtering", True, SHORT),
