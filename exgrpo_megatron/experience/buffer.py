@@ -384,9 +384,14 @@ class ExperienceBuffer:
         self._state.num_damaged = summary.num_damaged
         self._state.refresh_entropies([name for name, _ in restored.index.items()])
         self._state.lose(all_gather_union(self._comm, dict(restored.lost)))
-        self._state.rebucket()
+        moved = self._state.rebucket()
         evicted = self._state.hold_question_cap()
         self._state.count_bytes()
+        if moved and self._comm.is_main:
+            logger.warning(
+                "%s: %d questions are in another bucket now: they were saved under another experience.difficulty",
+                folder, moved,
+            )  # fmt: skip
         if evicted and self._comm.is_main:
             logger.warning("%s: %d answers beyond experience.max_answers_per_question are evicted", folder, evicted)
 
