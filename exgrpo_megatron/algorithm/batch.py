@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exgrpo_kernels.reference import Objective
-from exgrpo_megatron.algorithm.advantages import group_advantages
+from exgrpo_megatron.algorithm.advantages import group_advantages, informative_scale
 from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
 from exgrpo_megatron.config import Config, LossConfig
@@ -56,7 +56,7 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
             advantage=advantage,
             replayed=member.replayed,
             policy_weight=1.0
-            / _divisor(config.loss_fn, len(member.token_ids), num_sequences, width, data_parallel_size),
+            / _divisor(config.loss_fn, len(member.token_ids), num_sequences, num_tokens, width, data_parallel_size),
             entropy_weight=entropy_weight,
             token_weights=_token_weights(member, config.loss_fn),
         )
@@ -68,6 +68,7 @@ def objective(config: Config, *, mixed: bool) -> Objective:
     """The per-token objective of a step; `mixed`: replay is on."""
     loss = config.loss_fn
     return Objective(
+        kind="nll" if loss.disable_ppo_ratio else "ratio",
         clip=bool(loss.clip_in_mixed_phase) if mixed else True,
         clip_min=loss.ratio_clip_min,
         clip_max=loss.ratio_clip_max,
@@ -108,21 +109,28 @@ def _advantages(groups: list[Group], config: Config) -> list[float]:
         [member.reward - length_penalty(len(member.token_ids), config) for member in group.trajectories]
         for group in groups
     ]
+    given = torch.tensor(rewards, dtype=torch.float64)
     advantages = group_advantages(
-        torch.tensor(rewards, dtype=torch.float64),
+        given,
         normalize=config.grpo.normalize_rewards,
         leave_one_out=config.grpo.use_leave_one_out_baseline,
     )
+    if config.grpo.scale_by_informative_groups:
+        advantages = advantages * informative_scale(given)
     return advantages.flatten().tolist()
 
 
-def _divisor(loss: LossConfig, length: int, num_sequences: int, width: int, data_parallel_size: int) -> int:
+def _divisor(
+    loss: LossConfig, length: int, num_sequences: int, num_tokens: int, width: int, data_parallel_size: int
+) -> int:
     """What a response token's policy term is divided by (`loss_fn.normalizer`)."""
     match loss.normalizer:
         case "global_width":
             return width * num_sequences
         case "per_answer_length":
             return max(1, length) * num_sequences
+        case "global_tokens":
+            return max(1, num_tokens)
         case "rank_width":
             return width * data_parallel_size
     raise AssertionError(f"loss_fn.normalizer is unresolved: {loss.normalizer}")

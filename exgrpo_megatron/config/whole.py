@@ -68,6 +68,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _off_policy_answers_have_a_ratio(self) -> Config:
+        if self.loss_fn.disable_ppo_ratio and self.experience.enabled:
+            raise ValueError(
+                "loss_fn.disable_ppo_ratio = true, but experience.enabled = true: replayed answers are off-policy and "
+                "need their ratio; set one of them to false (experience.shaping = 'log_prob' takes it from replayed "
+                "answers alone)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engine_fits(self) -> Config:
         generation = self.policy.generation
         if generation.backend != "vllm":

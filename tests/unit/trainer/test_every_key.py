@@ -29,6 +29,7 @@ CASES = [
     ("grpo.seed", 11, {}),
     ("grpo.normalize_rewards", True, {}),
     ("grpo.use_leave_one_out_baseline", True, {}),
+    ("grpo.scale_by_informative_groups", True, {}),
     ("grpo.overlong_filtering", True, SHORT),
     (
         "grpo.reward_shaping",
@@ -45,7 +46,9 @@ CASES = [
     ("loss_fn.ratio_clip_max", 2.0, {"loss_fn": {"old_logprobs": "engine", "clip_in_mixed_phase": True}}),
     ("loss_fn.clip_in_mixed_phase", True, ENGINE),
     ("loss_fn.normalizer", "per_answer_length", {}),
+    ("loss_fn.normalizer", "global_tokens", {}),
     ("loss_fn.normalizer", "rank_width", {}),
+    ("loss_fn.disable_ppo_ratio", True, {"experience": {"enabled": False}}),
     ("loss_fn.entropy_coeff", 0.002, {}),
     ("loss_fn.entropy_bonus", "per_micro_batch", {"policy": {"train_micro_batch_size": 4}}),
     ("loss_fn.entropy_bonus", "none", {}),
