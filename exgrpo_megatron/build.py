@@ -31,6 +31,7 @@ from exgrpo_megatron.experience.reading import check_answers_files
 from exgrpo_megatron.layout import check_layout, check_positions
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.exact_text import ExactTextVerifier
+from exgrpo_megatron.rewards.function import FunctionVerifier, check_reward_function
 from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
 from exgrpo_megatron.rollout.vllm_checks import check_vllm, kv_cache_bytes
@@ -65,6 +66,7 @@ class Inputs:
 
 def load_inputs(config: Config, comm: Communicator) -> Inputs:
     """Model configuration, tokenizer and questions; raises ConfigError, DataError for what the user must change."""
+    check_reward_function(config.env)
     model_dir = base_model(config, comm)
     architecture = read_architecture(model_dir)
     check_positions(architecture, config.policy.max_total_sequence_length)
@@ -215,7 +217,9 @@ def _build_vllm_engine(
 
 
 def build_verifier(config: Config) -> Verifier:
-    """Math-Verify in worker processes, or the comparison of texts."""
+    """Math-Verify or the recipe's own function in worker processes, or the comparison of texts."""
+    if config.env.reward_function is not None:
+        return FunctionVerifier(config.env)
     return ExactTextVerifier(config.env.math) if config.env.math.exact_text else MathVerifier(config.env.math)
 
 
@@ -249,7 +253,16 @@ def build_evaluator(
     """Evaluator of the validation questions; None where the recipe has none."""
     if not inputs.held_out:
         return None
-    return Evaluator(config.eval, inputs.held_out, engine, verifier, inputs.tokenizer, inputs.sampling, comm)
+    return Evaluator(
+        config.eval,
+        inputs.held_out,
+        engine,
+        verifier,
+        inputs.tokenizer,
+        inputs.sampling,
+        comm,
+        report_rewards=config.env.reward_function is not None,
+    )
 
 
 def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTrainer, MegatronActor]:

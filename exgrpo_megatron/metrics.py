@@ -47,6 +47,7 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "reward/pass_rate": Metric("share", "correct answers among all of the step, replayed ones included"),
     "reward/pass_rate_fresh": Metric("share", "correct answers among those sampled in the step"),
+    "reward/mean": Metric("", "mean reward of the sampled answers (env.reward_function only)"),
     "reward/correct": Metric("answers", "sampled answers that were correct"),
     "reward/wrong": Metric("answers", "sampled answers with a readable final answer that was wrong"),
     "reward/no_box": Metric("answers", "rejected: no closed \\boxed{}"),
@@ -152,6 +153,8 @@ METRICS: dict[str, Metric] = {
     ),
     "validation/pass_rate_t1": Metric("share", "held-out pass rate of answers sampled at eval.temperature"),
     "validation/pass_rate_greedy": Metric("share", "held-out pass rate of greedy decoding"),
+    "validation/reward_t1": Metric("", "mean reward of answers sampled at eval.temperature (env.reward_function only)"),
+    "validation/reward_greedy": Metric("", "mean reward of greedy decoding (env.reward_function only)"),
     "validation/response_length": Metric("tokens", "mean length of the sampled held-out responses"),
     "validation/truncated": Metric("answers", "sampled held-out responses cut off at the longest length"),
     "validation/pass_rate_t1/<category>": Metric("share", "the same, of one category of questions"),

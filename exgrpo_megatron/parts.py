@@ -17,7 +17,7 @@ from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
-from exgrpo_megatron.rewards.verifier import Verdict
+from exgrpo_megatron.rewards.verifier import Graded, Verdict
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
 from exgrpo_megatron.types import Question, ScoredSequence, TokenIds, TrainSequence, UpdateResult
 
@@ -53,8 +53,9 @@ class Policy(Protocol):
 class Verifier(Protocol):
     """Grades responses against gold answers."""
 
-    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts of (response text, gold answer) pairs, in order."""
+    def grade(self, items: Sequence[Graded]) -> list[Verdict]:
+        """Verdicts of (response text, gold answer, question text), in order; the last may be left out where the
+        verifier does not need it."""
 
     def check_gold(self, answers: Sequence[str]) -> list[int]:
         """Indices of the gold answers that earn nothing when they are given as the boxed answer to themselves."""

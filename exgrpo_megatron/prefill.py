@@ -164,10 +164,11 @@ def _groups(parts: Parts, answers: list[_Answer], report: PrefillReport) -> list
     """A group for each answer that the verifier accepts; every process grades a part of them."""
     comm, size = parts.comm, parts.config.grpo.num_generations_per_prompt
     first, processes = comm.rank * comm.members + comm.member, comm.size * comm.members
-    texts = [(parts.tokenizer.decode(ids), question.answer) for question, ids in answers[first::processes]]
+    mine = answers[first::processes]
+    texts = [(parts.tokenizer.decode(ids), question.answer, question.text) for question, ids in mine]
     graded = zip(range(first, len(answers), processes), parts.verifier.grade(texts), strict=True)
     verdicts = gather_parts(comm, list(graded))
-    right = [answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict.reward > 0]
+    right = [answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict.correct]
     report.wrong += len(answers) - len(right)
     scores = score_shared(parts, [(question.prompt_ids, token_ids) for question, token_ids in right])
     return [

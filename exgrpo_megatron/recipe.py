@@ -25,7 +25,7 @@ NEMO_RL_ADVICE = {
     "grpo.batch_multiplier": "leave it out; use grpo.num_prompts_per_step",
     "grpo.max_num_epochs": "use grpo.max_num_steps",
     "grpo.max_val_samples": "use data.validation.max_questions",
-    "grpo.reward_scaling": "leave it out; rewards are 0 or 1",
+    "grpo.reward_scaling": "leave it out; a function of yours may scale (env.reward_function)",
     "grpo.reward_shaping.stop_properly_penalty_coef": "use grpo.overlong_filtering or the other keys of reward_shaping",
     "grpo.use_dynamic_sampling": "leave it out; experience.replay_ratio raises the share of mixed groups",
     "grpo.val_batch_size": "leave it out; policy.generation.max_batch_size bounds the batch",

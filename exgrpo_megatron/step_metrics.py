@@ -107,7 +107,7 @@ def step_warnings(record: StepRecord) -> list[str]:
 def pass_rate(groups: list[Group]) -> float:
     """Share of correct members over all groups, replayed members included."""
     members = [member for group in groups for member in group.trajectories]
-    return sum(member.reward > 0 for member in members) / len(members)
+    return sum(member.correct for member in members) / len(members)
 
 
 def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
@@ -125,7 +125,8 @@ def _reward_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     return {
         **({"reward/length_penalty": float(np.mean(penalties))} if config.grpo.reward_shaping.enabled else {}),
         "reward/pass_rate": pass_rate(record.groups),
-        "reward/pass_rate_fresh": sum(member.reward > 0 for member in fresh) / len(fresh),
+        "reward/pass_rate_fresh": sum(member.correct for member in fresh) / len(fresh),
+        **({"reward/mean": float(np.mean([member.reward for member in fresh]))} if config.env.reward_function else {}),
         **{f"reward/{status}": count for status, count in verdict_counts(record.verdicts).items()},
     }
 
@@ -167,7 +168,7 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/truncated": report.truncated,
         "experience/refused": len(report.refused),
         "experience/retired_again": report.already_retired,
-        "experience/replayed_wrong": sum(member.reward <= 0 for member in replayed),
+        "experience/replayed_wrong": sum(not member.correct for member in replayed),
         "experience/scored_answers": record.num_scored,
         "experience/padded_logprobs": record.num_padded,
         **({"experience/mean_age_steps": float(np.mean(ages))} if ages else {}),

@@ -80,7 +80,7 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
     """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
     with together(comm):
         build.check_prefill(config, RunFolder(config).experience)
-    if comm.is_main and config.env.math.check_gold:
+    if comm.is_main and config.env.math.check_gold and config.env.reward_function is None:
         for line in question_checks.check_gold_answers(config, inputs):
             say(comm, line)
     if not config.sft.warm_start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import model_validator
@@ -113,10 +114,15 @@ class Config(Section):
     @model_validator(mode="after")
     def _best_metric_is_measured(self) -> Config:
         name = self.checkpointing.metric_name
-        if self.data.validation and not self.eval.greedy and name.startswith("validation/pass_rate_greedy"):
+        if self.data.validation and not self.eval.greedy and re.match(r"validation/(pass_rate|reward)_greedy", name):
             raise ValueError(
                 f"eval.greedy = false, but checkpointing.metric_name = {name!r} is measured by greedy decoding: set "
                 f"checkpointing.metric_name to {name.replace('greedy', 't1', 1)!r}, or eval.greedy = true"
+            )
+        if name.startswith("validation/reward_") and self.env.reward_function is None:
+            raise ValueError(
+                f"checkpointing.metric_name = {name!r} is measured with env.reward_function alone: set it to "
+                f"{name.replace('reward', 'pass_rate', 1)!r}"
             )
         return self
 

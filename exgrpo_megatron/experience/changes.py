@@ -63,7 +63,7 @@ def _sound_answers(
     group: Group, step: int, collect: bool, truncated: bool, report: RecordReport
 ) -> tuple[StoredAnswer, ...]:
     """The group's new correct answers that can be replayed; counts the others."""
-    correct = [member for member in group.trajectories if member.reward > 0 and not member.replayed]
+    correct = [member for member in group.trajectories if member.correct and not member.replayed]
     if not collect:
         report.not_collected += len(correct)
         return ()

@@ -39,6 +39,11 @@ DIFFERENCES = {
         "loss_fn.normalizer: global_width -> global_tokens",
         OFF,
     ],
+    "baselines/partial_credit": [
+        "env.math.require_literal: true -> false",
+        "env.reward_function: null -> exgrpo_megatron.data.chain_arithmetic:partial_credit",
+        "env.correct_above: 0.0 -> 0.5",
+    ],
     "baselines/sft": ["sft.warm_start: true -> false", "sft.generator_worked_share: 0.3 -> 1.0"],
     "baselines/sft_then_rl": [OFF, "sft.generator_worked_share: 0.3 -> 1.0"],
 }
