@@ -19,6 +19,7 @@ from exgrpo_conversion.mapping import manifest
 from exgrpo_megatron import __version__
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config, DataSourceConfig, OptimizerConfig, SchedulerConfig
+from exgrpo_megatron.data.demonstrations import Demonstrations
 from exgrpo_megatron.data.embedded_model import is_embedded, materialize
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet, load_questions
@@ -53,6 +54,7 @@ class Inputs:
     train: QuestionSet
     validation: QuestionSet | None
     sampling: SamplingParams
+    demonstrations: Demonstrations | None
 
     def data_record(self) -> dict[str, Any]:
         """What is said of the questions in checkpoints and model cards."""
@@ -91,7 +93,8 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
     held_out = config.data.validation
     validation = load_questions(held_out, config.data, tokenizer, held_out=True) if held_out else None
     _check_enough_questions(config, train)
-    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling)
+    shown = Demonstrations(config, train.questions, tokenizer) if config.demonstrations.enabled else None
+    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling, shown)
 
 
 def check_prefill(config: Config, working_folder: Path) -> None:
@@ -244,6 +247,7 @@ def build_parts(
         validation=inputs.held_out,
         sampling=inputs.sampling,
         model_dir=inputs.model_dir,
+        demonstrations=inputs.demonstrations,
     )
 
 

@@ -59,6 +59,8 @@ METRICS: dict[str, Metric] = {
     "groups/none_correct": Metric("share", "groups of the step without a correct answer (no gradient but a penalty's)"),
     "groups/mixed": Metric("share", "groups of the step with correct and other answers"),
     "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient but a penalty's)"),
+    "demonstrations/members": Metric("answers", "demonstrations in groups of the step (demonstrations.enabled only)"),
+    "demonstrations/wrong": Metric("answers", "of these: graded as not correct"),
     "experience/replay_on": Metric("0 or 1", "1: the step was in the mixed phase"),
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),

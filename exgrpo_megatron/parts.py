@@ -13,6 +13,7 @@ from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.algorithm.batch import balanced_shares
 from exgrpo_megatron.comm import Communicator, all_gather_concat, in_order
 from exgrpo_megatron.config import Config
+from exgrpo_megatron.data.demonstrations import Demonstrations
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
@@ -103,6 +104,8 @@ class Parts:
     sampling: SamplingParams
     model_dir: Path
     """Hugging Face folder the run started from; tokenizer and configuration of the export."""
+    demonstrations: Demonstrations | None = None
+    """Members of groups that do not come from the run."""
 
 
 def score_shared(parts: Parts, pairs: list[tuple[TokenIds, TokenIds]]) -> list[ScoredSequence]:

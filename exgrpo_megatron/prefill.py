@@ -11,10 +11,9 @@ import numpy as np
 
 from exgrpo_megatron.comm import gather_parts
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.data.solutions import read_solutions, solution_column
+from exgrpo_megatron.data.solutions import closed_solutions, read_solutions, solution_column
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.parts import Parts, score_shared
-from exgrpo_megatron.rewards.rules import boxed_answer
 from exgrpo_megatron.types import Group, Question, ScoredSequence, TokenIds, Trajectory
 
 ANSWERS_AT_ONCE = 1024
@@ -137,7 +136,7 @@ def _tokenised(parts: Parts, endings: Sequence[str], report: PrefillReport) -> I
         if question is None:
             report.no_question += 1
             continue
-        for text in _responses(solution.text, question.answer, _marker(parts.config), endings):
+        for text in closed_solutions(parts.config.data.train, solution.text, question.answer, endings):
             token_ids = np.array([*parts.tokenizer.encode(text), parts.tokenizer.eos_id], dtype=np.int32)
             writable = parts.tokenizer.can_write(text)
             fits = len(token_ids) <= parts.sampling.max_new_tokens
@@ -145,19 +144,6 @@ def _tokenised(parts: Parts, endings: Sequence[str], report: PrefillReport) -> I
             report.too_long += writable and not fits
             if writable and fits:
                 yield question, token_ids
-
-
-def _marker(config: Config) -> str | None:
-    """What parts a solution from the gold answer, where one column has both."""
-    source = config.data.train
-    return source.answer_marker if source.solution_key == source.answer_key else None
-
-
-def _responses(solution: str, gold: str, marker: str | None, endings: Sequence[str]) -> list[str]:
-    working = (solution.rpartition(marker)[0] if marker else solution).strip()
-    if boxed_answer(working) is not None:
-        return [working]
-    return [f"{working}\n{ending.replace('{answer}', gold)}".lstrip() for ending in endings]
 
 
 def _groups(parts: Parts, answers: list[_Answer], report: PrefillReport) -> list[Group]:

@@ -132,12 +132,16 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
     grpo, policy = config.grpo, config.policy
     answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     replayed = config.max_replayed_per_step
+    not_sampled = grpo.num_prompts_per_step if config.demonstrations.enabled else replayed
     per_rank = -(-policy.train_global_batch_size // data_parallel_size)
     return [
         ("questions a step", f"{grpo.num_prompts_per_step}, of which at most {replayed} replayed"),
         ("answers a question (K)", f"{grpo.num_generations_per_prompt}; a replayed question samples one less"),
         ("sequences trained a step", f"{answers}"),
-        ("rollouts a step", f"{answers} without replay, at least {answers - replayed} with it"),
+        (
+            "rollouts a step",
+            f"{answers} without replay or demonstrations, at least {answers - not_sampled} with them",
+        ),
         ("sequences an optimiser step", f"{policy.train_global_batch_size}"),
         ("optimiser steps a step", f"{config.updates_per_step}"),
         ("optimiser steps in all", f"{config.total_updates}"),

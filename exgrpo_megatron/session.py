@@ -72,6 +72,8 @@ class TrainingRun:
         )
         self.gate = AgreementGate(self.parts) if config.policy.generation.backend == "vllm" else None
         self.last_checkpoint = checkpoint
+        if self.parts.demonstrations:
+            reporter.note(self.parts.demonstrations.describe())
         if checkpoint:
             self._resume(checkpoint, state)
         elif config.experience.enabled and config.experience.prefill_path:

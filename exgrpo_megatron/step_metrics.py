@@ -144,7 +144,8 @@ def _group_metrics(groups: list[Group]) -> dict[str, float]:
 
 def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     experience, ages, report = parts.experience, record.replay_ages, record.report
-    replayed = [member for group in record.groups for member in group.trajectories if member.replayed]
+    off_policy = [member for group in record.groups for member in group.trajectories if member.replayed]
+    replayed, shown = ([], off_policy) if parts.demonstrations else (off_policy, [])
     sizes = Counter(experience.bucket_sizes())
     members = parts.config.grpo.num_generations_per_prompt
     kept = parts.comm.all_gather((experience.num_own_answers, experience.own_segment_bytes))
@@ -169,6 +170,8 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/refused": len(report.refused),
         "experience/retired_again": report.already_retired,
         "experience/replayed_wrong": sum(not member.correct for member in replayed),
+        **({"demonstrations/members": len(shown)} if parts.demonstrations else {}),
+        **({"demonstrations/wrong": sum(not member.correct for member in shown)} if parts.demonstrations else {}),
         "experience/scored_answers": record.num_scored,
         "experience/padded_logprobs": record.num_padded,
         **({"experience/mean_age_steps": float(np.mean(ages))} if ages else {}),
@@ -209,11 +212,14 @@ def _entropies(terms: LossTerms) -> dict[str, float]:
 
 def _shaped(config: Config, terms: LossTerms) -> dict[str, float]:
     """What shaping makes of the ratios of replayed tokens, clamped as in the loss."""
-    if config.experience.shaping != "ratio" or not terms.replayed.any():
+    shown = config.demonstrations
+    if not (shown.enabled or config.experience.shaping == "ratio") or not terms.replayed.any():
         return {}
     bound = config.loss_fn.max_abs_log_ratio
     clamped = np.clip(terms.log_ratio[terms.replayed], -bound, bound)
-    return {"ratio_replayed/shaped": mean_shaped(clamped, config.experience.shaping_beta)}
+    return {
+        "ratio_replayed/shaped": mean_shaped(clamped, shown.gamma if shown.enabled else config.experience.shaping_beta)
+    }
 
 
 def _ratio(updates: list[UpdateResult], part: str, whole: str) -> float:

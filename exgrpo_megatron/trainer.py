@@ -15,7 +15,7 @@ from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.replay_draw import ReplayDraw
 from exgrpo_megatron.rewards.alarm import RewardAlarm
 from exgrpo_megatron.step_metrics import StepClock, StepRecord, pass_rate, step_metrics, step_warnings
-from exgrpo_megatron.types import Group, Slot, UpdateResult
+from exgrpo_megatron.types import Group, Question, Slot, UpdateResult
 
 QUESTIONS_BEYOND_A_BATCH = 20
 """The stream of new questions is never reduced to fewer than a batch and these, as in the released code."""
@@ -59,7 +59,7 @@ class Trainer:
             drawn = self.replay.draw(step, mixed=mixed)
         with clock.phase("select"):
             selection = self.replay.select(drawn.replayed, step)
-        slots = [*selection.slots, *(Slot(question, None) for question in drawn.fresh)]
+        slots = [*selection.slots, *(self._fresh_slot(question, step) for question in drawn.fresh)]
         groups, verdicts = self.rollouts.groups(slots, step, clock)
         with clock.phase("update"):
             updates = self._update(groups, step, mixed)
@@ -73,7 +73,7 @@ class Trainer:
             verdicts=verdicts,
             updates=updates,
             report=report,
-            replay_ages=[step - slot.stored.step for slot in slots if slot.stored],
+            replay_ages=[step - slot.stored.step for slot in selection.slots if slot.stored],
             num_scored=selection.num_scored,
             num_padded=selection.num_padded,
             num_discarded=drawn.num_discarded,
@@ -105,6 +105,11 @@ class Trainer:
         self.schedule.load_state_dict(state["schedule"])
         self.alarm.load_state_dict(state["alarm"])
         self.parts.order.load_state_dict(state["order"])
+
+    def _fresh_slot(self, question: Question, step: int) -> Slot:
+        """A new question, with a demonstration if the recipe has them."""
+        demonstrations = self.parts.demonstrations
+        return Slot(question, demonstrations.of(question, step) if demonstrations else None)
 
     def _update(self, groups: list[Group], step: int, mixed: bool) -> list[UpdateResult]:
         """One optimiser step a minibatch of whole groups; each rank trains a token-balanced share."""

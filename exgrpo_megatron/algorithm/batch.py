@@ -65,15 +65,15 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
 
 
 def objective(config: Config, *, mixed: bool) -> Objective:
-    """The per-token objective of a step; `mixed`: replay is on."""
-    loss = config.loss_fn
+    """The per-token objective of a step; `mixed`: replay is on. A step with demonstrations is always mixed."""
+    loss, shown = config.loss_fn, config.demonstrations
     return Objective(
         kind="nll" if loss.disable_ppo_ratio else "ratio",
-        clip=bool(loss.clip_in_mixed_phase) if mixed else True,
+        clip=bool(loss.clip_in_mixed_phase) if mixed or shown.enabled else True,
         clip_min=loss.ratio_clip_min,
         clip_max=loss.ratio_clip_max,
-        shaping=config.experience.shaping == "ratio",
-        shaping_beta=config.experience.shaping_beta,
+        shaping=shown.enabled or config.experience.shaping == "ratio",
+        shaping_beta=shown.gamma if shown.enabled else config.experience.shaping_beta,
         max_abs_log_ratio=loss.max_abs_log_ratio,
     )
 

@@ -8,6 +8,7 @@ Loading and overriding recipes is `recipe.py`.
 from __future__ import annotations
 
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
+from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.experience import AnswerChoice, BucketWeight, Eviction, ExperienceConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
@@ -70,6 +71,7 @@ __all__ = [
     "Count",
     "DataConfig",
     "DataSourceConfig",
+    "DemonstrationsConfig",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EntropyBonus",

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import model_validator
 
 from exgrpo_megatron.config.data import DataConfig
+from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.experience import ExperienceConfig
 from exgrpo_megatron.config.objective import (
     VARIANTS,
@@ -29,6 +30,7 @@ class Config(Section):
     grpo: GRPOConfig = key(GRPOConfig(), "steps and groups")
     loss_fn: LossConfig = key(LossConfig(), "objective")
     experience: ExperienceConfig = key(ExperienceConfig(), "experience replay")
+    demonstrations: DemonstrationsConfig = key(DemonstrationsConfig(), "worked solutions as members of groups")
     data: DataConfig = key(..., "questions")
     policy: PolicyConfig = key(..., "the model")
     sft: SFTConfig = key(SFTConfig(), "supervised fine-tuning")
@@ -76,6 +78,21 @@ class Config(Section):
                 "need their ratio; set one of them to false (experience.shaping = 'log_prob' takes it from replayed "
                 "answers alone)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _demonstrations_stand_alone(self) -> Config:
+        if not self.demonstrations.enabled:
+            return self
+        for name, value, wanted in (
+            ("experience.enabled", self.experience.enabled, "false"),
+            ("loss_fn.disable_ppo_ratio", self.loss_fn.disable_ppo_ratio, "false"),
+        ):
+            if value:
+                raise ValueError(
+                    f"demonstrations.enabled = true, but {name} = true: the off-policy members of groups are "
+                    f"demonstrations alone; set it to {wanted}, or demonstrations.enabled = false"
+                )
         return self
 
     @model_validator(mode="after")

@@ -39,6 +39,7 @@ DIFFERENCES = {
         "loss_fn.normalizer: global_width -> global_tokens",
         OFF,
     ],
+    "baselines/demonstrations": [OFF, "demonstrations.enabled: false -> true"],
     "baselines/partial_credit": [
         "env.math.require_literal: true -> false",
         "env.reward_function: null -> exgrpo_megatron.data.chain_arithmetic:partial_credit",

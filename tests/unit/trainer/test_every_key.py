@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scripted import build_trainer, plant, right, token_ids, wrong
 
-from exgrpo_megatron.config import VARIANTS, ExperienceConfig, GRPOConfig, LossConfig
+from exgrpo_megatron.config import VARIANTS, DemonstrationsConfig, ExperienceConfig, GRPOConfig, LossConfig
 
 ENGINE = {"loss_fn": {"old_logprobs": "engine"}}
 CORRECTED = {"loss_fn": {"use_importance_sampling_correction": True}}
@@ -17,6 +17,12 @@ SHORT = {"policy": {"generation": {"max_new_tokens": 5}}}
 ON_POLICY = {"experience": {"start_pass_rate": 1.0}}
 
 CAPPED = {"experience": {"max_answers": 12}}
+
+# The questions q1, q2, ... are chains, whose worked solutions the generator's side knows.
+SHOWN = {
+    "experience": {"enabled": False},
+    "demonstrations": {"enabled": True, "data": {"generator": "chain_arithmetic"}},
+}
 
 STEPS = 7
 
@@ -78,6 +84,8 @@ CASES = [
     ("experience.eviction", "highest_entropy", CAPPED),
     ("experience.eviction", "least_recently_replayed", CAPPED),
     ("experience.shaping_beta", 0.2, {}),
+    ("demonstrations", SHOWN["demonstrations"], {"experience": {"enabled": False}}),
+    ("demonstrations.gamma", 0.3, SHOWN),
     ("data.epoch_order", "same", {"num_questions": 12}),
     ("policy.train_global_batch_size", 8, {}),
     ("policy.max_grad_norm", 1e-3, {}),
@@ -94,6 +102,10 @@ NOT_OF_A_STEP = {
     "experience.prefill_path",
     "experience.store_dir",
     "experience.on_corruption",
+    # test_demonstrations.py
+    "demonstrations.enabled",
+    "demonstrations.data",
+    "demonstrations.ending",
 }
 
 
@@ -158,7 +170,12 @@ def test_the_same_recipe_leaves_the_same_trace(tmp_path, data_parallel, traces):
 
 
 def test_every_key_of_the_algorithm_is_here():
-    sections = {"grpo": GRPOConfig, "loss_fn": LossConfig, "experience": ExperienceConfig}
+    sections = {
+        "grpo": GRPOConfig,
+        "loss_fn": LossConfig,
+        "experience": ExperienceConfig,
+        "demonstrations": DemonstrationsConfig,
+    }
     keys = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     assert keys | set(VARIANTS) <= {key for key, _, _ in CASES} | NOT_OF_A_STEP
 
