@@ -1,11 +1,12 @@
 """Speed, memory and disk of stored experience.
 
-    python benchmarks/experience.py [--small]
+    python benchmarks/experience.py [--small] [--draws]
 
 Draws of 64 questions from 10,000 to 1,000,000, in groups of 8 over all seven buckets, with 64 excluded, as in a batch
-of 128 at a share of 0.5; reading what was drawn; recording 1000 answers of 700 tokens; taking and writing a checkpoint
+of 128 at a share of 0.5, by the bucket alone and with every other choice of questions; reading what was drawn; recording 1000 answers of 700 tokens; taking and writing a checkpoint
 of 200,000 answers, opening it, and opening it as each of 8 ranks; bytes in memory and on disk. Log-probs are
-exponential with mean 0.3 in 3 of 5 tokens and 0.0005 in the others, ids Zipf over 150,000. `--small`: a tenth of it.
+exponential with mean 0.3 in 3 of 5 tokens and 0.0005 in the others, ids Zipf over 150,000. `--small`: a tenth of it;
+`--draws`: the draws alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,6 +25,7 @@ import psutil
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
+from exgrpo_megatron.experience.difficulty import bucket_of, variance_rate
 from exgrpo_megatron.types import Group, Question, Trajectory
 
 GROUP_SIZE, NUM_DRAWN, TOKENS, RANKS, REPEATS = 8, 64, 700, 8, 50
@@ -35,7 +38,9 @@ def main() -> None:
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         draws([10_000 // scale, 100_000 // scale, 1_000_000 // scale], rng, Path(folder) / "draws")
-        answers(200_000 // scale, rng, Path(folder))
+        strategies(1_000_000 // scale, rng, Path(folder) / "strategies")
+        if "--draws" not in sys.argv:
+            answers(200_000 // scale, rng, Path(folder))
 
 
 def draws(sizes: list[int], rng: np.random.Generator, folder: Path) -> None:
@@ -51,6 +56,65 @@ def draws(sizes: list[int], rng: np.random.Generator, folder: Path) -> None:
             f"{size:>10,} {statistics.median(times):>8.2f} {max(times):>6.1f} {buffer.index_nbytes / size:>17.1f} "
             f"{(memory() - before) / 2**20:>25.1f}"
         )
+
+
+WINDOW = {"difficulty": "window", "difficulty_window": 64}
+VARIANCE = {"difficulty": "reward_variance"}
+MIDDLE = {"difficulty_range": (0.3, 0.7)}
+QUANTILES = {**MIDDLE, "difficulty_range_unit": "quantile"}
+CATEGORIES = {"difficulty_per_category": True}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "last group": {},
+    "last group, range": MIDDLE,
+    "last group, quantiles": QUANTILES,
+    "window of 64": WINDOW,
+    "window of 64, range": {**WINDOW, **MIDDLE},
+    "window of 64, quantiles": {**WINDOW, **QUANTILES},
+    "reward variance, range": {**VARIANCE, **MIDDLE},
+    "reward variance, quantiles": {**VARIANCE, **QUANTILES},
+    "30 categories": CATEGORIES,
+    "30 categories, window, quantiles": {**CATEGORIES, **WINDOW, **QUANTILES},
+    "entropy percentile 25": {"entropy_percentile": 25},
+    "window, range, entropy percentile 25": {**WINDOW, **MIDDLE, "entropy_percentile": 25},
+}
+
+
+def strategies(size: int, rng: np.random.Generator, folder: Path) -> None:
+    """Statistics of as many questions are made up, as a checkpoint would have them."""
+    print(f"{'choice of ' + format(size, ',') + ' questions':>40} {'draw ms':>8} {'worst':>6} {'B/question':>11}")
+    names = [f"question-{i}" for i in range(size)]
+    categories = {name: str(i % 30) for i, name in enumerate(names)}
+    right = rng.binomial(64, rng.random(size))
+    for what, keys in STRATEGIES.items():
+        config = ExperienceConfig.model_validate({"bucket_weight": "counts", **keys})
+        buffer = ExperienceBuffer(config, GROUP_SIZE, SingleProcess(), folder, categories=categories)
+        state = buffer._state
+        rates = fill_stats(buffer, right, rng)
+        state.index.fill(names, bucket_of(rates, GROUP_SIZE), np.ones(size, np.int64))
+        if config.entropy_percentile is not None:
+            state.index.set_entropies(np.arange(size), rng.exponential(0.3, size).astype(np.float32))
+        times = [draw_ms(buffer, rng) for _ in range(REPEATS // 2)]
+        print(
+            f"{what:>40} {statistics.median(times):>8.2f} {max(times):>6.1f} {buffer.index_nbytes / size:>11.1f}",
+            flush=True,
+        )
+
+
+def fill_stats(buffer: ExperienceBuffer, right: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The questions' rates."""
+    stats, rows = buffer.stats, np.arange(len(right))
+    stats.reach(len(right) - 1)
+    stats.put("attempts", rows, np.full(len(right), 64))
+    if stats.kept.window:
+        stats.put("known", rows, np.full(len(right), 64))
+        stats.put("right", rows, right)
+        return stats.window_rates(rows)
+    if stats.kept.rewards:
+        rates = right / 64
+        stats.put("reward_mean", rows, rates)
+        stats.put("reward_variance", rows, rates * (1 - rates))
+        return variance_rate(*stats.reward_moments(rows))
+    return right / 64
 
 
 def answers(count: int, rng: np.random.Generator, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,7 +233,15 @@ def build_parts(
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
     group_size = config.grpo.num_generations_per_prompt
-    experience = ExperienceBuffer(config.experience, group_size, comm, experience_folder)
+    categories = {question.id: question.category for question in inputs.train.questions}
+    experience = ExperienceBuffer(
+        config.experience,
+        group_size,
+        comm,
+        experience_folder,
+        pass_rate_decay=config.experience.pass_rate_decay,
+        categories=categories,
+    )
     return Parts(
         config=config,
         comm=comm,
@@ -252,14 +260,20 @@ def build_parts(
 
 
 def build_evaluator(
-    config: Config, inputs: Inputs, engine: RolloutEngine, verifier: Verifier, comm: Communicator
+    config: Config,
+    inputs: Inputs,
+    engine: RolloutEngine,
+    verifier: Verifier,
+    comm: Communicator,
+    questions: Sequence[Question] | None = None,
 ) -> Evaluator | None:
-    """Evaluator of the validation questions; None where the recipe has none."""
-    if not inputs.held_out:
+    """Evaluator of the validation questions, or of `questions`; None where there are none."""
+    chosen = inputs.held_out if questions is None else questions
+    if not chosen:
         return None
     return Evaluator(
         config.eval,
-        inputs.held_out,
+        chosen,
         engine,
         verifier,
         inputs.tokenizer,
@@ -285,23 +299,23 @@ def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTr
 
 def warm_start_dir(config: Config, inputs: Inputs) -> Path:
     """Where the warm start of this model, data and `sft:` section is kept; any change of them changes the name."""
-    sft = config.sft.model_dump(mode="json", exclude={"warm_start", "warm_start_dir", "data"})
-    source = _supervised_source(config.sft.data or config.data.train)
-    policy = config.policy
-    identity = json.dumps(
-        {
-            "version": __version__,
-            "sft": sft,
-            "source": source,
-            "prompt": [config.data.system_prompt, config.data.prompt_template, config.data.max_input_seq_length],
-            "precision": [policy.precision, policy.max_grad_norm, policy.skip_grad_norm_above],
-            "length": policy.max_total_sequence_length,
-            "model": _folder_fingerprint(inputs.model_dir),
-        },
-        sort_keys=True,
-    )
-    name = policy.model_name.replace("embedded:", "").rstrip("/").rsplit("/", 1)[-1]
+    of_model = {**warm_start_identity(config), "model": _folder_fingerprint(inputs.model_dir)}
+    identity = json.dumps(of_model, sort_keys=True)
+    name = config.policy.model_name.replace("embedded:", "").rstrip("/").rsplit("/", 1)[-1]
     return Path(config.sft.warm_start_dir) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
+
+
+def warm_start_identity(config: Config) -> dict[str, Any]:
+    """All of a recipe that a warm start depends on, but for the files of its model."""
+    policy = config.policy
+    return {
+        "version": __version__,
+        "sft": config.sft.model_dump(mode="json", exclude={"warm_start", "warm_start_dir", "data"}),
+        "source": _supervised_source(config.sft.data or config.data.train),
+        "prompt": [config.data.system_prompt, config.data.prompt_template, config.data.max_input_seq_length],
+        "precision": [policy.precision, policy.max_grad_norm, policy.skip_grad_norm_above],
+        "length": policy.max_total_sequence_length,
+    }
 
 
 def _supervised_source(source: DataSourceConfig) -> dict[str, Any]:

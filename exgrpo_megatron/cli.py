@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from exgrpo_megatron import __version__
+from exgrpo_megatron import __version__, experience_command
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.evaluation_request import EvalRequest, QuestionsOf
 from exgrpo_megatron.export_request import ExportCheck, ExportDtype
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.plan_command import planned_processes, show_plan
@@ -43,6 +44,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(experience_command.app, name="experience")
 
 
 class TargetFormat(StrEnum):
@@ -130,25 +132,36 @@ def evaluate(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A run's checkpoint folder or a Hugging Face folder.", show_default=False)
     ] = None,
+    questions: Annotated[
+        QuestionsOf, typer.Option(help="train: to choose questions by pass rate, data.train.pass_rates_path.")
+    ] = QuestionsOf.validation,
+    entropy: Annotated[
+        bool,
+        typer.Option("--entropy", help="Also the token entropy of right and wrong answers, by band of pass rates."),
+    ] = False,
 ) -> None:
-    """Held-out pass rates of a checkpoint (default: the newest of the recipe's run)."""
+    """Pass rates of a checkpoint (default: the newest of the recipe's run), over all questions and of each."""
     config = load_recipe(recipe, overrides or [])
     with process_group(config) as comm:
         from exgrpo_megatron import build, checkpoint_evaluation  # noqa: PLC0415
         from exgrpo_megatron.report.tables import evaluation_table  # noqa: PLC0415
 
-        found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm)
+        found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm, questions)
+        request = EvalRequest(found, questions, entropy)
         inputs = build.load_inputs(config, comm)
-        evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, found, comm)
+        evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, request, comm)
         if comm.is_main:
-            metrics = evaluation.metrics
-            summary, answers = checkpoint_evaluation.write_evaluation(config, evaluation, found)
-            Console().print(evaluation_table(metrics, len(inputs.held_out), config.eval.temperature))
+            written = checkpoint_evaluation.write_evaluation(config, evaluation, request)
+            asked = inputs.train.questions if questions is QuestionsOf.train else inputs.held_out
+            console, metrics = Console(), evaluation.metrics
+            console.print(evaluation_table(metrics, len(asked), config.eval.temperature, questions))
             length, cut_off = metrics["validation/response_length"], metrics["validation/truncated"]
             say(
                 comm, f"\nsampled answers: {length:.1f} tokens on average; cut off at the longest length: {cut_off:.0f}"
             )
-            say(comm, f"checkpoint  {found}\nmetrics     {summary}\nanswers     {answers}")
+            if written.report is not None:
+                console.print("", written.report.table(), sep="\n")
+            say(comm, written.describe(found))
 
 
 @app.command()
@@ -347,6 +360,63 @@ def export(
     from exgrpo_megatron.export_command import ExportRequest, export_run  # noqa: PLC0415
 
     export_run(ExportRequest(run, step, best, dtype, out, verify, model, overwrite))
+
+
+@app.command()
+def sweep(
+    recipes: Annotated[
+        list[str], typer.Argument(metavar="[NAME=]RECIPE...", help="Recipe files (YAML).", show_default=False)
+    ],
+    seeds: Annotated[str, typer.Option(help="Such as 1,2,5-8.")] = "1-3",
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="'NAME: section.key=value ...': a setting of its own. May be repeated.", show_default=False),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="section.key=a,b,c: a setting for each value. Repeated: for all combinations."),
+    ] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value for all runs.")] = None,
+    seed_key: Annotated[list[str] | None, typer.Option(help="Keys set to the seed. Default: grpo.seed")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="To compare. Default: held-out pass rates")] = None,
+    at: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Answers generated at which runs are compared. Default: the most that all have"),
+    ] = None,
+    reach: Annotated[
+        list[str] | None, typer.Option(help="METRIC=VALUE: how many answers it takes to get there.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Setting that others are compared with. Default: the first")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    devices: Annotated[
+        str | None, typer.Option(help="CUDA devices dealt out to the runs, such as 0,1,2,3", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs, the table and the picture.")] = Path("runs/sweep"),
+) -> None:
+    """Several recipes or overrides over several seeds, with one table and picture. Run again to resume."""
+    quiet_libraries()
+    from exgrpo_megatron.sweep_command import SweepRequest, sweep_and_report  # noqa: PLC0415
+
+    code = sweep_and_report(
+        SweepRequest(
+            recipes=recipes,
+            out=out,
+            seeds=seeds,
+            seed_keys=seed_key or ("grpo.seed",),
+            arms=arm or (),
+            vary=vary or (),
+            overrides=override or (),
+            metrics=metric or (),
+            at=at or (),
+            reach=reach or (),
+            baseline=baseline,
+            jobs=jobs,
+            devices=devices,
+        )
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from exgrpo_megatron.parts import Verifier
 from exgrpo_megatron.rewards.verifier import Verdict
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SampledResponse, SampleRequest, SamplingParams
 from exgrpo_megatron.rollout.sharing import sample_share
-from exgrpo_megatron.types import Question
+from exgrpo_megatron.types import Question, TokenIds
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Evaluation:
 
     metrics: dict[str, float]
     answers: list[dict[str, object]]
+    token_ids: list[TokenIds]
+    """Response tokens of each answer."""
 
 
 class Evaluator:
@@ -51,9 +53,10 @@ class Evaluator:
         The samples depend on eval.seed and the weights only, so two evaluations of one model are equal.
         """
         config = self.config
-        rows = self._graded("t1", config.temperature, config.num_tests_per_prompt)
+        graded = self._graded("t1", config.temperature, config.num_tests_per_prompt)
         if config.greedy:
-            rows += self._graded("greedy", 0.0, 1)
+            graded += self._graded("greedy", 0.0, 1)
+        rows = [row for row, _ in graded]
         sampled = [row for row in rows if row["mode"] == "t1"]
         return Evaluation(
             metrics={
@@ -63,10 +66,11 @@ class Evaluator:
                 "validation/truncated": sum(row["stop_reason"] == "length" for row in sampled),
             },
             answers=rows,
+            token_ids=[token_ids for _, token_ids in graded],
         )
 
-    def _graded(self, mode: str, temperature: float, samples: int) -> list[dict[str, object]]:
-        """A row an answer, question by question; each process samples and grades its part."""
+    def _graded(self, mode: str, temperature: float, samples: int) -> list[tuple[dict[str, object], TokenIds]]:
+        """A row and its tokens an answer, question by question; each process samples and grades its part."""
         comm = self.comm
         mine = list(range(comm.rank, len(self.questions), comm.size))
         sampling = SamplingParams(self.sampling.max_new_tokens, temperature, self.sampling.stop_token_ids)
@@ -81,15 +85,17 @@ class Evaluator:
         pairs = [(mine[index], response) for index, responses in sampled.items() for response in responses]
         return gather_parts(comm, self._rows(mode, pairs))
 
-    def _rows(self, mode: str, pairs: list[tuple[int, SampledResponse]]) -> list[tuple[int, dict[str, object]]]:
-        """Of each (index of the question, response) the index and the row."""
+    def _rows(
+        self, mode: str, pairs: list[tuple[int, SampledResponse]]
+    ) -> list[tuple[int, tuple[dict[str, object], TokenIds]]]:
+        """Of each (index of the question, response) the index, the row and the tokens."""
         texts = [self.tokenizer.decode(response.token_ids) for _, response in pairs]
         asked = [self.questions[i] for i, _ in pairs]
         verdicts = self.verifier.grade(
             [(text, question.answer, question.text) for text, question in zip(texts, asked, strict=True)]
         )
         return [
-            (i, _row(mode, self.questions[i], response, text, verdict))
+            (i, (_row(mode, self.questions[i], response, text, verdict), response.token_ids))
             for (i, response), text, verdict in zip(pairs, texts, verdicts, strict=True)
         ]
 

@@ -106,4 +106,6 @@ def _group(slot: Slot, responses: list[SampledResponse]) -> Group:
 def _replayed_member(stored: StoredAnswer | None) -> tuple[Trajectory, ...]:
     if stored is None:
         return ()
-    return (Trajectory(stored.token_ids, stored.logprobs, 0.0, True, "stop", stored.policy_version),)
+    return (
+        Trajectory(stored.token_ids, stored.logprobs, 0.0, True, "stop", stored.policy_version, serial=stored.serial),
+    )

@@ -61,8 +61,14 @@ METRICS: dict[str, Metric] = {
     "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient but a penalty's)"),
     "demonstrations/members": Metric("answers", "demonstrations in groups of the step (demonstrations.enabled only)"),
     "demonstrations/wrong": Metric("answers", "of these: graded as not correct"),
-    "experience/replay_on": Metric("0 or 1", "1: the step was in the mixed phase"),
+    "experience/replay_on": Metric(
+        "0 or 1",
+        "1: the step replays: it is of the mixed phase, or stored answers are trained on beside groups",
+    ),
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
+    "experience/drawable_questions": Metric(
+        "questions", "those in the buffer that the step could draw from: within difficulty_range and entropy_percentile"
+    ),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
     "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
     "experience/stored_bytes": Metric("bytes", "their size on disk"),
@@ -71,8 +77,10 @@ METRICS: dict[str, Metric] = {
     "experience/evicted_of_answers": Metric("answers", "evicted in the step by experience.max_answers"),
     "experience/evicted_of_bytes": Metric("answers", "evicted in the step by experience.max_bytes"),
     "experience/damaged": Metric("answers", "lost so far to damaged files (on_corruption: quarantine)"),
-    "experience/retired": Metric("questions", "questions retired so far"),
+    "experience/retired": Metric("questions", "retired questions: those brought back are none"),
     "experience/retired_this_step": Metric("questions", "questions retired in the step"),
+    "experience/returned": Metric("questions", "retired questions brought back so far (return_retired only)"),
+    "experience/returned_this_step": Metric("questions", "retired questions brought back after the step"),
     "experience/stored_this_step": Metric("answers", "correct answers stored in the step"),
     "experience/already_stored": Metric("answers", "correct answers of the step that were stored before"),
     "experience/not_collected": Metric("answers", "correct answers of the step from before collection begins"),
@@ -86,7 +94,59 @@ METRICS: dict[str, Metric] = {
     "experience/bucket_<k>": Metric(
         "questions", "questions in the buffer whose latest group with a correct answer had k"
     ),
-    "policy/loss": Metric("", "loss, mean over the optimiser steps of the step"),
+    "freshness/data_left": Metric("share", "training questions that are not retired after the step"),
+    "freshness/steps_left": Metric(
+        "steps", "until every question is retired, at the mean net retirement of the last alarms.average_steps steps"
+    ),
+    "freshness/epochs_left": Metric(
+        "epochs", "the same: steps_left x new questions a step (mean of those steps) / questions of the next epoch"
+    ),
+    **{
+        f"freshness/age_steps_{stat}": Metric("steps", f"{stat} of the steps since replayed answers were stored")
+        for stat in ("mean", "median", "max")
+    },
+    **{
+        f"freshness/age_versions_{stat}": Metric(
+            "versions", f"{stat} of the optimiser steps since the weights that wrote them (prefilled ones left out)"
+        )
+        for stat in ("mean", "median", "max")
+    },
+    "freshness/duplicates": Metric("share", "correct new answers of the step that were stored before, token by token"),
+    "freshness/repeated": Metric(
+        "share", "replayed questions of the step that were replayed in the alarms.repeat_steps steps before it too"
+    ),
+    "freshness/uses_per_answer": Metric("replays", "replays in the run so far for each answer stored so far"),
+    "alarm/<name>": Metric("0 or 1", "1: experience.alarms.<name> rings, for every alarm that is on"),
+    "guards/crossed": Metric("limits", "limits of experience.guards crossed in the step (where any is set)"),
+    "guards/crossings": Metric("steps", "steps so far that crossed one"),
+    "guards/held": Metric("0 or 1", "1: a guard held the step to a clip, or to on-policy training"),
+    "guards/capped_tokens": Metric(
+        "tokens",
+        "replayed tokens that a guard's clip left without a gradient, in all optimiser steps (action: clip)",
+    ),
+    "replay_step/answers": Metric("answers", "stored answers trained on beside the groups (strategy: not exgrpo)"),
+    "replay_step/updates": Metric("updates", "optimiser steps on them; 0: nothing is stored, or they join others"),
+    "replay_step/loss": Metric("", "loss, mean over these optimiser steps"),
+    "replay_step/grad_norm": Metric("", "global L2 norm of the gradient before clipping, largest of them"),
+    "replay_step/learning_rate": Metric("", "learning rate of the last of them"),
+    "replay_step/skipped_updates": Metric("updates", "those skipped: loss or norm not finite, or norm too large"),
+    "replay_step/mean_weight": Metric("", "mean weight of these answers: 1 - running pass rate, or 1"),
+    "replay_step/mean_push": Metric(
+        "", "by how much of its weight a token's log-prob is pushed, mean; a new token's is 1 at w = 1"
+    ),
+    "replay_step/mean_age_steps": Metric("steps", "mean steps since these answers were stored"),
+    "replay_step/clamped_ratios": Metric("tokens", "log-ratios of theirs beyond loss_fn.max_abs_log_ratio, clamped"),
+    **{
+        f"ratio_replay_step/{stat}": Metric(
+            "", f"{words} ratio w of the tokens of replay steps, against their recorded log-probs"
+        )
+        for stat, words in RATIO_STATS.items()
+    },
+    "budget/answers": Metric("answers", "new answers generated so far, without evaluations"),
+    "budget/tokens": Metric("tokens", "response tokens generated so far"),
+    "budget/stored_answers": Metric("answers", "stored answers, and demonstrations, trained on so far, each time they were"),
+    "budget/optimizer_steps": Metric("updates", "optimiser steps applied so far, replay steps included"),
+    "policy/loss": Metric("", "loss, mean over the optimiser steps of the step (here and below: on new answers)"),
     "policy/entropy": Metric("nats", "mean entropy over response tokens, before their optimiser step"),
     "policy/entropy_fresh": Metric("nats", "the same over new response tokens"),
     "policy/entropy_replayed": Metric("nats", "the same over replayed tokens"),
@@ -144,6 +204,7 @@ METRICS: dict[str, Metric] = {
     "time/reward_s": Metric("s", "verifying answers"),
     "time/old_logprobs_s": Metric("s", "recomputing the denominators of the ratio"),
     "time/update_s": Metric("s", "forward, backward and optimiser"),
+    "time/replay_step_s": Metric("s", "replay steps: drawing, reading, forward, backward and optimiser"),
     "time/push_s": Metric("s", "handing new weights to the rollout engine"),
     "time/record_s": Metric("s", "recording groups into experience"),
     "time/step_s": Metric("s", "the whole step, without evaluation and checkpoints"),

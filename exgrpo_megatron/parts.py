@@ -40,6 +40,7 @@ class Policy(Protocol):
         *,
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
+        lr_multiplier: float = 1.0,
     ) -> UpdateResult:
         """One optimiser step on every data-parallel rank's share; collective over all processes."""
 
@@ -111,7 +112,33 @@ class Parts:
 def score_shared(parts: Parts, pairs: list[tuple[TokenIds, TokenIds]]) -> list[ScoredSequence]:
     """Scores of (prompt, response) pairs under the current policy, in their order; each data-parallel rank scores a
     share. Collective, with the same pairs on every process."""
-    comm = parts.comm
+    return score_by_all(parts.policy, parts.comm, pairs, parts.sampling.temperature)
+
+
+def score_by_all(
+    policy: Policy, comm: Communicator, pairs: list[tuple[TokenIds, TokenIds]], temperature: float
+) -> list[ScoredSequence]:
+    """`score_shared` of any policy at any temperature."""
     share = balanced_shares([len(prompt) + len(response) for prompt, response in pairs], comm.size)[comm.rank]
-    scored = parts.policy.score([pairs[i] for i in share], parts.sampling.temperature)
+    scored = policy.score([pairs[i] for i in share], temperature)
     return in_order(all_gather_concat(comm, list(zip(share, scored, strict=True))))
+
+
+def update_shared(
+    parts: Parts,
+    sequences: list[TrainSequence],
+    objective: Objective,
+    *,
+    micro_batch_entropy_coeff: float = 0.0,
+    lr_multiplier: float = 1.0,
+) -> UpdateResult:
+    """One optimiser step on the sequences; each data-parallel rank trains a token-balanced share. Collective, with the
+    same sequences on every process."""
+    share = balanced_shares([sequence.num_tokens for sequence in sequences], parts.comm.size)[parts.comm.rank]
+    return parts.policy.update(
+        [sequences[i] for i in share],
+        objective,
+        temperature=parts.sampling.temperature,
+        micro_batch_entropy_coeff=micro_batch_entropy_coeff,
+        lr_multiplier=lr_multiplier,
+    )

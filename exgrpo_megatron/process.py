@@ -51,6 +51,11 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def launched_processes() -> int:
+    """How many processes its launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def program() -> str:
     """What to type in this folder for `exgrpo`, also where its environment is not activated."""
     if shutil.which("exgrpo"):

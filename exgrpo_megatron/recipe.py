@@ -131,7 +131,7 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
     """What the recipe's numbers mean, in questions, answers, sequences and tokens."""
     grpo, policy = config.grpo, config.policy
     answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    replayed = config.max_replayed_per_step
+    replayed, stored = config.max_replayed_per_step, config.max_replay_step_answers
     not_sampled = grpo.num_prompts_per_step if config.demonstrations.enabled else replayed
     per_rank = -(-policy.train_global_batch_size // data_parallel_size)
     return [
@@ -144,6 +144,7 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ),
         ("sequences an optimiser step", f"{policy.train_global_batch_size}"),
         ("optimiser steps a step", f"{config.updates_per_step}"),
+        *([("stored answers trained on beside them", _replay_steps_text(config, stored))] if stored else []),
         ("optimiser steps in all", f"{config.total_updates}"),
         ("micro-batches an optimiser step", _micro_batches_text(policy, per_rank, data_parallel_size)),
         ("tokens in one sequence, at most", f"{policy.max_total_sequence_length}"),
@@ -152,6 +153,12 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ("response tokens a step, at most", f"{answers * policy.generation.max_new_tokens:,}"),
         ("answers in the whole run", f"{answers * grpo.max_num_steps:,}, replayed ones included"),
     ]
+
+
+def _replay_steps_text(config: Config, answers: int) -> str:
+    steps = config.replay_steps_per_step
+    where = f"in {steps} replay step{'s' if steps > 1 else ''}" if steps else "joining the update on new ones"
+    return f"at most {answers} {where}"
 
 
 def _micro_batches_text(policy: PolicyConfig, sequences: int, data_parallel_size: int) -> str:

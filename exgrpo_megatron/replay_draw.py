@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from exgrpo_megatron.algorithm.chance import generator
 from exgrpo_megatron.algorithm.replay_schedule import num_replayed
-from exgrpo_megatron.experience.selection import choose_answer, needs_scoring
+from exgrpo_megatron.config import AnswerChoice
+from exgrpo_megatron.experience.selection import choose_answer, needs_scoring, needs_tokens
 from exgrpo_megatron.experience.text_form import as_text_answer, as_text_tokens
 from exgrpo_megatron.parts import Parts, score_shared
-from exgrpo_megatron.types import Question, ScoredSequence, Slot, StoredAnswer
+from exgrpo_megatron.types import Question, ScoredSequence, Slot, StoredAnswer, TokenIds
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Drawn:
     """New questions, which fill the batch up."""
     num_discarded: int
     """New questions thrown away."""
+    num_drawable: int = 0
+    """Stored questions that could have been drawn."""
 
 
 @dataclass(frozen=True)
@@ -56,31 +60,47 @@ class ReplayDraw:
         fresh = self.parts.order.take(wanted - len(drawn), exclude)
         discard = config.experience.unused_fresh == "discard"
         num_discarded = self.parts.order.discard(len(drawn)) if discard else 0
-        return Drawn(drawn, fresh, num_discarded)
+        return Drawn(drawn, fresh, num_discarded, experience.num_drawable if share else 0)
 
     def select(self, drawn: list[str], step: int) -> Selection:
-        """For each drawn question the stored answer to replay; only the drawn questions' answers are scored."""
-        experience, choice = self.parts.experience, self.config.experience.answer_choice
+        """For each drawn question the stored answer that joins its group."""
+        choice = self.config.experience.answer_choice
         assert choice is not None
-        scored = self._scored_candidates([name for name in drawn if needs_scoring(choice, experience.count(name))])
-        rng = generator(self.config.grpo.seed, step, "answer")
+        return self.choose(drawn, choice, step, "answer")
+
+    def choose(self, drawn: Sequence[str], choice: AnswerChoice, step: int, purpose: str) -> Selection:
+        """For each drawn question a stored answer; only the drawn questions' answers are scored, if any are.
+
+        `purpose` names the random numbers.
+        """
+        experience = self.parts.experience
+        candidates = dict(zip(drawn, experience.candidates(drawn), strict=True))
+        scoring = [name for name, found in candidates.items() if needs_scoring(choice, len(found))]
+        reading = [name for name, found in candidates.items() if needs_tokens(choice, len(found))]
+        tokens = self._tokens(scoring + reading, candidates)
+        scored = self._scored({name: tokens[name] for name in scoring})
+        rng = generator(self.config.grpo.seed, step, purpose)
         chosen = [
-            (name, choose_answer(choice, scored.get(name, [None] * experience.count(name)), rng)) for name in drawn
+            (name, found[choose_answer(choice, scored.get(name, [None] * len(found)), rng, tokens.get(name, ()))])
+            for name, found in candidates.items()
         ]
         replayed = [self._as_replayed(answer) for answer in experience.fetch(chosen, replayed_in=step)]
         slots = [Slot(self.questions[name], answer) for name, (answer, _) in zip(drawn, replayed, strict=True)]
         return Selection(slots, sum(map(len, scored.values())), sum(padded for _, padded in replayed))
 
-    def _scored_candidates(self, question_ids: list[str]) -> dict[str, list[ScoredSequence]]:
-        """Question id -> scores of all its stored answers, in the form in which they would be replayed."""
+    def _tokens(self, question_ids: list[str], candidates: dict[str, list[int]]) -> dict[str, list[TokenIds]]:
+        """Question id -> token ids of its candidates, in the form in which they would be replayed."""
         as_text = self.config.experience.stored_answer == "text"
-        pairs = [
-            (name, as_text_tokens(token_ids, *self._text_form) if as_text else token_ids)
+        return {
+            name: [as_text_tokens(listed[i], *self._text_form) if as_text else listed[i] for i in candidates[name]]
             for name, listed in zip(question_ids, self.parts.experience.token_ids(question_ids), strict=True)
-            for token_ids in listed
-        ]
+        }
+
+    def _scored(self, candidates: dict[str, list[TokenIds]]) -> dict[str, list[ScoredSequence]]:
+        """Question id -> scores of its candidates under the current policy."""
+        pairs = [(name, token_ids) for name, listed in candidates.items() for token_ids in listed]
         scores = score_shared(self.parts, [(self.questions[name].prompt_ids, token_ids) for name, token_ids in pairs])
-        scored: dict[str, list[ScoredSequence]] = {name: [] for name in question_ids}
+        scored: dict[str, list[ScoredSequence]] = {name: [] for name in candidates}
         for (name, _), score in zip(pairs, scores, strict=True):
             scored[name].append(score)
         return scored

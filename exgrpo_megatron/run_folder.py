@@ -14,6 +14,7 @@ from exgrpo_megatron.checkpointing import CheckpointStore
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.experience.history import HISTORY_FILE, HistoryWriter
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.metrics import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink, read_metrics
 from exgrpo_megatron.recipe import dump_recipe
@@ -45,14 +46,17 @@ class RunFolder:
         """Make the folder that of this recipe, which goes on after `last_step`.
 
         A run that begins anew would truncate metrics of one before it: they are moved to `metrics.1.jsonl` and so on,
-        and the new path is returned.
+        and the new path is returned. Its history of questions goes along.
         """
         replace_text(self.path / RECIPE_FILE, dump_recipe(self.config))
         metrics = self.path / METRICS_FILE
         if last_step > 0 or not metrics.is_file() or not any(record["step"] > 0 for record in read_metrics(metrics)):
             return None
-        moved = next(path for n in count(1) if not (path := metrics.with_suffix(f".{n}.jsonl")).exists())
-        return metrics.rename(moved)
+        number = next(n for n in count(1) if not metrics.with_suffix(f".{n}.jsonl").exists())
+        history = self.path / HISTORY_FILE
+        if history.is_file():
+            history.rename(history.with_suffix(f".{number}.jsonl"))
+        return metrics.rename(metrics.with_suffix(f".{number}.jsonl"))
 
     def exported_step(self) -> int | None:
         """The step whose weights `export` holds, as far as is known."""
@@ -116,6 +120,16 @@ def open_metrics(
         yield logger
     finally:
         logger.close()
+
+
+def open_history(config: Config, comm: Communicator, last_step: int) -> HistoryWriter | None:
+    """The run's history of questions on rank 0, without lines after `last_step`; None on the others, and where
+    `logger.experience_history` is false."""
+    if not comm.is_main:
+        return None
+    history = HistoryWriter(Path(config.logger.log_dir) / HISTORY_FILE)
+    history.truncate_after(last_step)
+    return history if config.logger.experience_history else None
 
 
 def _check_apart(log_dir: Path, checkpoint_dir: Path) -> None:

@@ -20,6 +20,7 @@ from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.evaluator import Evaluator
+from exgrpo_megatron.experience.history import HistoryWriter
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.metrics import MetricsLogger, read_metrics
 from exgrpo_megatron.parts import Reporter
@@ -27,7 +28,14 @@ from exgrpo_megatron.prefill import load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
 from exgrpo_megatron.report.console import evaluation_line
 from exgrpo_megatron.report.model_card import TrainedModel, model_card
-from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE, RunFolder, checkpoint_store, open_metrics
+from exgrpo_megatron.run_folder import (
+    METRICS_FILE,
+    RECIPE_FILE,
+    RunFolder,
+    checkpoint_store,
+    open_history,
+    open_metrics,
+)
 from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.stop import StopSignal
 from exgrpo_megatron.trainer import StepResult, Trainer
@@ -88,6 +96,7 @@ class TrainingRun:
             first_step, until = self.trainer.last_step, self.config.grpo.max_num_steps
             compared: dict[str, float] = {}
             metrics = stack.enter_context(self._open_metrics())
+            history = open_history(self.config, self.comm, first_step)
             if self.config.experience.stored_answer == "text":
                 self.reporter.note("experience.stored_answer = text: log-probs are padded with zeros, as released")
             if first_step == 0 and self.config.grpo.val_at_start and self.evaluator and not self._stopping(stop):
@@ -100,13 +109,13 @@ class TrainingRun:
                 if self.comm.is_main:
                     self.folder.set_exported_step(None)
                 with self.store.kept():
-                    self.trainer.fit(until, self._after_step(metrics, stop, compared))
+                    self.trainer.fit(until, self._after_step(metrics, history, stop, compared))
             finished = self.trainer.last_step >= until
             export = self._export() if finished and self.config.checkpointing.export_hf else None
         return RunOutcome(self.folder.path, self.trainer.last_step, first_step, finished, self.last_checkpoint, export)
 
     def _after_step(
-        self, metrics: MetricsLogger, stop: StopSignal, before: dict[str, float]
+        self, metrics: MetricsLogger, history: HistoryWriter | None, stop: StopSignal, before: dict[str, float]
     ) -> Callable[[StepResult], bool]:
         """`before`: measured before the next step, on whose line it is written: there is one a step."""
         config = self.config
@@ -126,6 +135,8 @@ class TrainingRun:
                 **(self._evaluate(result.step) if due or last else {}),
             }
             metrics.write(result.step, values)
+            if history:
+                history.write(result.step, result.events)
             stopping, before = self._stopping(stop), {}
             if config.checkpointing.enabled:
                 leaving = last or stopping

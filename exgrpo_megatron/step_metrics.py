@@ -13,17 +13,22 @@ import psutil
 
 from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
+from exgrpo_megatron.budget import Budget
+from exgrpo_megatron.comm import all_gather_concat
 from exgrpo_megatron.config import Config, LossConfig
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.metrics import mean_shaped, ratio_summary
 from exgrpo_megatron.parts import Parts
+from exgrpo_megatron.replay_step_metrics import ReplayStepRecord, replay_step_metrics
+from exgrpo_megatron.retirement import Retired
 from exgrpo_megatron.rewards.alarm import verdict_counts
 from exgrpo_megatron.rewards.verifier import Verdict
 from exgrpo_megatron.types import Group, LossTerms, Trajectory, UpdateResult
 
 MAX_NAMED = 5
 """Refused answers that a warning names; all are counted."""
-PHASES = ("draw", "select", "rollout", "reward", "old_logprobs", "update", "push", "record")
+PHASES = ("draw", "select", "rollout", "reward", "old_logprobs", "record", "update", "replay_step", "push")
 
 
 @dataclass
@@ -53,6 +58,9 @@ class StepRecord:
     verdicts: list[Verdict]
     """Of the new answers."""
     updates: list[UpdateResult]
+    """On new answers, and the stored ones among them."""
+    stored: ReplayStepRecord
+    """What was trained on stored answers beside the groups."""
     report: RecordReport
     replay_ages: list[int]
     """Steps since each replayed answer was stored."""
@@ -60,11 +68,16 @@ class StepRecord:
     num_padded: int
     num_discarded: int
     """New questions thrown away."""
-    retired_kept: list[str]
-    """Questions retired in the step that stay among the new ones."""
+    num_drawable: int
+    """Stored questions that the step could draw from."""
+    retired: Retired
+    num_capped: int
+    """Replayed tokens that a guard's clip left without a gradient, once for each of these optimiser steps."""
     mixed: bool
     total_skipped: int
     """Optimiser steps skipped in the run so far."""
+    budget: Budget
+    """The step included."""
 
 
 def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str, float]:
@@ -74,14 +87,15 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
         **_reward_metrics(parts.config, record),
         **_group_metrics(record.groups),
         **_experience_metrics(parts, record),
-        **_policy_metrics(parts, record),
+        **_update_metrics(parts, record),
+        **record.budget.metrics(parts.policy.version),
         **_engine_ratio_metrics(parts.config.loss_fn, record.groups),
         **_rollout_metrics(record.groups, timing["time/rollout_s"]),
         "rollout/engine_restarts": parts.engine.num_restarts,
         "data/epoch": parts.order.epoch,
         "data/questions_left": parts.order.num_active,
         "data/discarded": record.num_discarded,
-        "data/retired_kept": len(record.retired_kept),
+        "data/retired_kept": len(record.retired.kept),
         "run/rss_gib": psutil.Process().memory_info().rss / 2**30,
         **timing,
     }
@@ -90,11 +104,12 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
 def step_warnings(record: StepRecord) -> list[str]:
     """What of the step somebody should look at, beside the rewards."""
     warnings = []
-    skipped = [update for update in record.updates if update.skipped]
+    updates = [*record.updates, *record.stored.updates]
+    skipped = [update for update in updates if update.skipped]
     if skipped:
         found = "; ".join(f"loss {update.loss:.4g}, gradient norm {update.grad_norm:.4g}" for update in skipped)
         warnings.append(
-            f"{len(skipped)} of {len(record.updates)} optimiser steps skipped, {record.total_skipped} so far, for a "
+            f"{len(skipped)} of {len(updates)} optimiser steps skipped, {record.total_skipped} so far, for a "
             f"loss or norm that is not finite or a norm above policy.skip_grad_norm_above: {found}"
         )
     refused = record.report.refused
@@ -102,6 +117,23 @@ def step_warnings(record: StepRecord) -> list[str]:
         named = "; ".join(f"question {answer.question_id!r}: {answer.reason}" for answer in refused[:MAX_NAMED])
         warnings.append(f"{len(refused)} correct answers cannot be stored for replay: {named}")
     return warnings
+
+
+def step_events(parts: Parts, record: StepRecord) -> list[Event]:
+    """What happened to the questions of the step, in this order: tried, replayed, and what the record says; collective
+    over data-parallel ranks. Nothing where `logger.experience_history` is false."""
+    if not parts.config.logger.experience_history:
+        return []
+    mine = [answer for update in record.updates for answer in update.replayed]
+    replayed = sorted(all_gather_concat(parts.comm, mine))
+    return [
+        *(Event(group.question.id, "tried", count=group.num_correct, of=group.size) for group in record.groups),
+        *(
+            Event(name.question_id, "replayed", answer=name.serial, mean_ratio=mean, max_ratio=largest)
+            for name, mean, largest in replayed
+        ),
+        *record.report.events,
+    ]
 
 
 def pass_rate(groups: list[Group]) -> float:
@@ -150,8 +182,9 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     members = parts.config.grpo.num_generations_per_prompt
     kept = parts.comm.all_gather((experience.num_own_answers, experience.own_segment_bytes))
     return {
-        "experience/replay_on": float(record.mixed),
+        "experience/replay_on": float(record.mixed or bool(record.stored.sequences)),
         "experience/replayed_questions": len(ages),
+        "experience/drawable_questions": record.num_drawable,
         "experience/buffer_questions": experience.num_questions,
         "experience/stored_answers": experience.num_answers,
         "experience/stored_bytes": experience.num_bytes,
@@ -163,6 +196,7 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/damaged": experience.num_damaged,
         "experience/retired": experience.num_retired,
         "experience/retired_this_step": len(report.retired),
+        **_returned(parts.config, record),
         "experience/stored_this_step": report.stored,
         "experience/already_stored": report.duplicates,
         "experience/not_collected": report.not_collected,
@@ -172,18 +206,37 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/replayed_wrong": sum(not member.correct for member in replayed),
         **({"demonstrations/members": len(shown)} if parts.demonstrations else {}),
         **({"demonstrations/wrong": sum(not member.correct for member in shown)} if parts.demonstrations else {}),
-        "experience/scored_answers": record.num_scored,
-        "experience/padded_logprobs": record.num_padded,
+        "experience/scored_answers": record.num_scored + record.stored.num_scored,
+        "experience/padded_logprobs": record.num_padded + record.stored.num_padded,
         **({"experience/mean_age_steps": float(np.mean(ages))} if ages else {}),
         **{f"experience/bucket_{count}": sizes[count] for count in range(1, members)},
     }
 
 
-def _policy_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
-    """Mean over the step's optimiser steps; ratios over all of their tokens."""
-    updates = record.updates
-    everyone = [update for rank in parts.comm.all_gather(updates) for update in rank]
+def _returned(config: Config, record: StepRecord) -> dict[str, float]:
+    if config.experience.return_retired is None:
+        return {}
+    return {
+        "experience/returned": record.retired.total_returned,
+        "experience/returned_this_step": record.retired.num_returned,
+    }
+
+
+def _update_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
+    ranks = parts.comm.all_gather((record.updates, record.stored.updates))
+    everyone = [update for updates, _ in ranks for update in updates]
     terms = _joined([update.terms for update in everyone])
+    stored = [update.terms for _, updates in ranks for update in updates]
+    return {
+        **_policy_metrics(parts, record.updates, everyone, terms),
+        **replay_step_metrics(parts.config, record.stored, _joined(stored) if stored else terms),
+    }
+
+
+def _policy_metrics(
+    parts: Parts, updates: list[UpdateResult], everyone: list[UpdateResult], terms: LossTerms
+) -> dict[str, float]:
+    """Mean over the step's optimiser steps on new answers; ratios over all of their tokens."""
     fresh = ~terms.replayed
     bound = parts.config.loss_fn.max_abs_log_ratio
     return {

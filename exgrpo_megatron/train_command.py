@@ -17,7 +17,7 @@ from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
-from exgrpo_megatron.report.console import ProgressReporter
+from exgrpo_megatron.report.console import ProgressReporter, budget_text
 from exgrpo_megatron.report.dashboard import write_dashboard
 from exgrpo_megatron.report.summary import before_and_after, run_summary
 from exgrpo_megatron.report.tables import numbers_table, variant_table
@@ -28,7 +28,8 @@ from exgrpo_megatron.stop import StopSignal
 STEP_LINE_LEGEND = (
     "a line a step: new pass = correct share of the answers sampled in it (solved questions leave the stream, so it "
     "levels off while the held-out rate rises); retired = questions solved by all their answers; buffer = stored "
-    "questions (q) and answers (a); ratio = median (1% - 99%) of new over recorded probability of replayed tokens"
+    "questions (q) and answers (a); ratio = median (1% - 99%) of new over recorded probability of replayed tokens; "
+    "spent = answers sampled so far"
 )
 
 
@@ -99,7 +100,8 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
     if not trained:
         Console().print(f"nothing was left to train: all {outcome.last_step} steps are done", highlight=False)
     metrics = outcome.log_dir / METRICS_FILE
-    before, after = before_and_after(read_metrics(metrics))
+    records = read_metrics(metrics)
+    before, after = before_and_after(records)
     recipe, final = outcome.log_dir / RECIPE_FILE, outcome.export or outcome.checkpoint
     run_summary(
         before=before,
@@ -112,6 +114,7 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
         },
         # The recipe as it was run: with the overrides of this command line.
         next_command=command("eval", recipe, "--checkpoint", final) if final else command("show", recipe),
+        budget=budget_text(records[-1]) if records else "",
         elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
     )

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from exgrpo_megatron.algorithm.batch import balanced_shares, minibatches, objective, train_sequences
+from exgrpo_megatron.algorithm.batch import minibatches, objective, train_sequences
 from exgrpo_megatron.algorithm.chance import generator
-from exgrpo_megatron.algorithm.replay_schedule import ReplaySchedule
+from exgrpo_megatron.algorithm.replay_step import replay_objective
+from exgrpo_megatron.budget import Budget
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.graded_rollouts import GradedRollouts
-from exgrpo_megatron.parts import Parts
+from exgrpo_megatron.parts import Parts, update_shared
+from exgrpo_megatron.ratio_cap import capped
+from exgrpo_megatron.replay_control import ReplayControl, StepPlan
 from exgrpo_megatron.replay_draw import ReplayDraw
+from exgrpo_megatron.replay_step import ReplayStep
+from exgrpo_megatron.retirement import Retired, Retirement
 from exgrpo_megatron.rewards.alarm import RewardAlarm
-from exgrpo_megatron.step_metrics import StepClock, StepRecord, pass_rate, step_metrics, step_warnings
-from exgrpo_megatron.types import Group, Question, Slot, UpdateResult
-
-QUESTIONS_BEYOND_A_BATCH = 20
-"""The stream of new questions is never reduced to fewer than a batch and these, as in the released code."""
+from exgrpo_megatron.step_metrics import StepClock, StepRecord, step_events, step_metrics, step_warnings
+from exgrpo_megatron.types import Group, Question, Slot, TrainSequence, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class StepResult:
     groups: list[Group]
     metrics: dict[str, float]
     warnings: list[str]
+    events: list[Event]
+    """What happened to the questions, for the run's history; none where logger.experience_history is false."""
 
 
 class Trainer:
@@ -37,11 +42,14 @@ class Trainer:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.config = parts.config
-        self.schedule = ReplaySchedule(parts.config.experience)
+        self.control = ReplayControl(parts)
+        self.retirement = Retirement(parts)
         self.alarm = RewardAlarm(parts.config.env.math)
         self.replay = ReplayDraw(parts)
+        self.replay_step = ReplayStep(parts, self.replay)
         self.questions = self.replay.questions
         self.rollouts = GradedRollouts(parts)
+        self.budget = Budget()
         self.last_step = 0
         self.skipped_updates = 0
 
@@ -53,36 +61,49 @@ class Trainer:
                 return
 
     def step(self) -> StepResult:
-        """One iteration: questions, rollouts, rewards, updates, experience."""
-        step, clock, mixed = self.last_step + 1, StepClock(), self.schedule.on
+        """One iteration: questions, rollouts, rewards, experience, updates."""
+        step, clock = self.last_step + 1, StepClock()
+        plan = self.control.begin(step)
         with clock.phase("draw"):
-            drawn = self.replay.draw(step, mixed=mixed)
+            drawn = self.replay.draw(step, mixed=plan.in_groups)
         with clock.phase("select"):
             selection = self.replay.select(drawn.replayed, step)
         slots = [*selection.slots, *(self._fresh_slot(question, step) for question in drawn.fresh)]
         groups, verdicts = self.rollouts.groups(slots, step, clock)
+        with clock.phase("record"):
+            report, retired = self._record(groups, step)
         with clock.phase("update"):
-            updates = self._update(groups, step, mixed)
+            stored = self.replay_step.joining(step, on=plan.in_steps)
+            updates, num_capped = self._update(groups, stored.sequences, step, plan)
+        with clock.phase("replay_step"):
+            if not stored.sequences:
+                stored = self.replay_step.run(step, on=plan.in_steps, cap=plan.ratio_cap)
         with clock.phase("push"):
             self.push_weights()
-        with clock.phase("record"):
-            report, retired_kept = self._record(groups, step)
+        self.skipped_updates += sum(update.skipped for update in [*updates, *stored.updates])
+        self.budget.add(groups, len(stored.sequences))
         self.last_step = step
         record = StepRecord(
             groups=groups,
             verdicts=verdicts,
             updates=updates,
+            stored=stored,
             report=report,
             replay_ages=[step - slot.stored.step for slot in selection.slots if slot.stored],
             num_scored=selection.num_scored,
             num_padded=selection.num_padded,
             num_discarded=drawn.num_discarded,
-            retired_kept=retired_kept,
-            mixed=mixed,
+            num_drawable=drawn.num_drawable,
+            retired=retired,
+            num_capped=num_capped,
+            mixed=plan.in_groups,
             total_skipped=self.skipped_updates,
+            budget=self.budget,
         )
         metrics = step_metrics(self.parts, record, clock)
-        return StepResult(step, groups, metrics, [*self.alarm.observe(verdicts), *step_warnings(record)])
+        more, warnings = self.control.finish(step, plan, record, selection.slots, metrics)
+        warnings = [*self.alarm.observe(verdicts), *step_warnings(record), *warnings]
+        return StepResult(step, groups, {**metrics, **more}, warnings, step_events(self.parts, record))
 
     def push_weights(self) -> None:
         """Give the rollout engine the policy's weights."""
@@ -93,7 +114,9 @@ class Trainer:
         return {
             "step": self.last_step,
             "skipped_updates": self.skipped_updates,
-            "schedule": self.schedule.state_dict(),
+            **self.control.state_dict(),
+            "retirement": self.retirement.state_dict(),
+            "budget": self.budget.state_dict(),
             "alarm": self.alarm.state_dict(),
             "order": self.parts.order.state_dict(),
         }
@@ -102,7 +125,10 @@ class Trainer:
         """Inverse of `state_dict`."""
         self.last_step = state["step"]
         self.skipped_updates = state["skipped_updates"]
-        self.schedule.load_state_dict(state["schedule"])
+        self.control.load_state_dict(state)
+        # Older checkpoints have neither of the two.
+        self.retirement.load_state_dict(state.get("retirement", self.retirement.state_dict()))
+        self.budget = Budget.resumed(state.get("budget"))
         self.alarm.load_state_dict(state["alarm"])
         self.parts.order.load_state_dict(state["order"])
 
@@ -111,35 +137,32 @@ class Trainer:
         demonstrations = self.parts.demonstrations
         return Slot(question, demonstrations.of(question, step) if demonstrations else None)
 
-    def _update(self, groups: list[Group], step: int, mixed: bool) -> list[UpdateResult]:
-        """One optimiser step a minibatch of whole groups; each rank trains a token-balanced share."""
-        config, comm = self.config, self.parts.comm
+    def _update(
+        self, groups: list[Group], stored: list[TrainSequence], step: int, plan: StepPlan
+    ) -> tuple[list[UpdateResult], int]:
+        """One optimiser step a minibatch of whole groups, which stored answers may join; and how many replayed tokens a
+        guard's clip left out."""
+        config = self.config
+        terms = replay_objective(config) if stored else objective(config, mixed=plan.in_groups)
+        if plan.ratio_cap is not None:
+            terms = replace(terms, clip=True)
         per_micro_batch = config.loss_fn.entropy_bonus == "per_micro_batch"
-        results = []
+        results, num_capped = [], 0
         rng = generator(config.grpo.seed, step, "minibatches")
         for part in minibatches(groups, config.updates_per_step, rng):
-            sequences = train_sequences(part, config, data_parallel_size=comm.size)
-            share = balanced_shares([sequence.num_tokens for sequence in sequences], comm.size)[comm.rank]
-            result = self.parts.policy.update(
-                [sequences[i] for i in share],
-                objective(config, mixed=mixed),
-                temperature=self.parts.sampling.temperature,
-                micro_batch_entropy_coeff=config.loss_fn.entropy_coeff if per_micro_batch else 0.0,
-            )
-            self.skipped_updates += result.skipped
-            results.append(result)
-        return results
+            sequences = train_sequences(part, config, data_parallel_size=self.parts.comm.size)
+            sequences, count = capped(self.parts, [*sequences, *stored], plan.ratio_cap)
+            num_capped += count
+            coeff = config.loss_fn.entropy_coeff if per_micro_batch else 0.0
+            results.append(update_shared(self.parts, sequences, terms, micro_batch_entropy_coeff=coeff))
+        return results, num_capped
 
-    def _record(self, groups: list[Group], step: int) -> tuple[RecordReport, list[str]]:
-        """Store, retire, and decide whether replay starts with the next step.
-
-        Returns the report, and the retired questions that nevertheless stay among the new ones.
-        """
+    def _record(self, groups: list[Group], step: int) -> tuple[RecordReport, Retired]:
+        """Store and retire, and what follows for new questions."""
         report = self.parts.experience.record(
-            groups, step=step, collect=self.schedule.collecting, truncated=not self.config.grpo.overlong_filtering
+            groups,
+            step=step,
+            collect=self.control.collecting,
+            truncated=not self.config.grpo.overlong_filtering,
         )
-        self.schedule.observe(pass_rate(groups))
-        if self.config.experience.retire_from == "replay":
-            return report, []
-        reserve = self.config.grpo.num_prompts_per_step + QUESTIONS_BEYOND_A_BATCH
-        return report, self.parts.order.remove(report.retired, reserve)
+        return report, self.retirement.after_step(step, report.retired)

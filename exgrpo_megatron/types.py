@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,8 @@ class StoredAnswer:
     """Version of the weights that wrote it."""
     step: int
     """Training step at which it was stored."""
+    serial: int = -1
+    """Its place in the order in which the run met its correct answers; below 0: it is not stored (yet)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Trajectory:
     policy_version: int
     engine_logprobs: Logprobs | None = None
     """What the rollout engine said of a new response whose `logprobs` the policy recomputed; None for any other."""
+    serial: int = -1
+    """Of a replayed one: that of the stored answer."""
     passed: bool | None = None
     """Whether the verifier counts it as correct; None: it does where the reward is above 0."""
 
@@ -97,6 +101,13 @@ class Group:
         return any(member.replayed for member in self.trajectories)
 
 
+class AnswerName(NamedTuple):
+    """Which stored answer."""
+
+    question_id: str
+    serial: int
+
+
 @dataclass(frozen=True)
 class TrainSequence:
     """One sequence of an optimiser step, with every constant of its loss already divided by global counts."""
@@ -113,6 +124,8 @@ class TrainSequence:
     """Multiplies each response token's entropy: coefficient / number of response tokens in the global batch."""
     token_weights: Logprobs | None = None
     """A further constant factor of each response token's policy term, shape [response tokens]; None: 1."""
+    stored: AnswerName | None = None
+    """The stored answer that is replayed; None: another sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +153,14 @@ class LossTerms:
     """True where the PPO clip removed the token's gradient."""
 
 
+class ReplayedAnswer(NamedTuple):
+    """What the ratio w of a stored answer was when it was replayed, over its tokens and before the optimiser step."""
+
+    name: AnswerName
+    mean_ratio: float
+    max_ratio: float
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """One optimiser step."""
@@ -155,3 +176,5 @@ class UpdateResult:
     """Of this data-parallel rank's micro-batches, padding included."""
     num_padding: int
     terms: LossTerms = field(repr=False)
+    replayed: tuple[ReplayedAnswer, ...] = ()
+    """The stored answers among this data-parallel rank's sequences."""

@@ -12,7 +12,7 @@ from exgrpo_megatron.algorithm.advantages import group_advantages, informative_s
 from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
 from exgrpo_megatron.config import Config, LossConfig
-from exgrpo_megatron.types import Group, Logprobs, TrainSequence, Trajectory
+from exgrpo_megatron.types import AnswerName, Group, Logprobs, TrainSequence, Trajectory
 
 
 def minibatches(groups: list[Group], num_minibatches: int, generator: np.random.Generator) -> list[list[Group]]:
@@ -59,6 +59,7 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
             / _divisor(config.loss_fn, len(member.token_ids), num_sequences, num_tokens, width, data_parallel_size),
             entropy_weight=entropy_weight,
             token_weights=_token_weights(member, config.loss_fn),
+            stored=AnswerName(question.id, member.serial) if member.serial >= 0 else None,
         )
         for question, member, advantage in trained
     ]
@@ -72,7 +73,7 @@ def objective(config: Config, *, mixed: bool) -> Objective:
         clip=bool(loss.clip_in_mixed_phase) if mixed or shown.enabled else True,
         clip_min=loss.ratio_clip_min,
         clip_max=loss.ratio_clip_max,
-        shaping=shown.enabled or config.experience.shaping == "ratio",
+        shaping="ratio" if shown.enabled else config.experience.shaping,
         shaping_beta=shown.gamma if shown.enabled else config.experience.shaping_beta,
         max_abs_log_ratio=loss.max_abs_log_ratio,
     )

@@ -1,14 +1,16 @@
-"""Importance correction between the engine that sampled an answer and the policy that trains on it."""
+"""Importance correction between the engine that sampled an answer and the policy that trains on it, and what the
+ratios of stored answers were."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from exgrpo_megatron.config import LossConfig
-from exgrpo_megatron.types import Logprobs, Trajectory
+from exgrpo_megatron.types import Logprobs, LossTerms, ReplayedAnswer, TrainSequence, Trajectory
 
 
 class Correction(NamedTuple):
@@ -42,6 +44,19 @@ def corrected(trainer: Logprobs, engine: Logprobs, loss: LossConfig) -> Correcti
     ratios = np.exp(log_ratios.clip(-bound, bound))
     weights = _within_limits(ratios, log_ratios, loss)
     return Correction(weights.astype(np.float32), (weights != ratios) | (np.abs(log_ratios) > bound))
+
+
+def replayed_answers(sequences: Sequence[TrainSequence], terms: LossTerms) -> tuple[ReplayedAnswer, ...]:
+    """The stored answers among the sequences of an update, whose tokens `terms` has in the same order."""
+    ends = np.cumsum([len(sequence.response_ids) for sequence in sequences])
+    found = []
+    for sequence, end in zip(sequences, ends.tolist(), strict=True):
+        if sequence.stored is not None and len(sequence.response_ids):
+            log_ratios = terms.log_ratio[end - len(sequence.response_ids) : end].astype(np.float64)
+            with np.errstate(over="ignore"):
+                ratios = np.exp(log_ratios)
+            found.append(ReplayedAnswer(sequence.stored, float(ratios.mean()), float(ratios.max())))
+    return tuple(found)
 
 
 def _within_limits(

@@ -7,9 +7,12 @@ Loading and overriding recipes is `recipe.py`.
 
 from __future__ import annotations
 
-from exgrpo_megatron.config.data import DataConfig, DataSourceConfig
+from exgrpo_megatron.config.alarms import AlarmsConfig
+from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
+from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
-from exgrpo_megatron.config.experience import AnswerChoice, BucketWeight, Eviction, ExperienceConfig
+from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
+from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
     Fp8Config,
@@ -35,6 +38,7 @@ from exgrpo_megatron.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
+from exgrpo_megatron.config.replay_step import ReplayStepConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE, AgreementConfig, GenerationConfig, VllmConfig
 from exgrpo_megatron.config.run import (
     CheckpointConfig,
@@ -60,9 +64,11 @@ from exgrpo_megatron.config.section import (
 from exgrpo_megatron.config.whole import Config, fill_variant
 
 __all__ = [
+    "GUARD_LIMITS",
     "MIN_VLLM_TEMPERATURE",
     "VARIANTS",
     "AgreementConfig",
+    "AlarmsConfig",
     "AnswerChoice",
     "BucketWeight",
     "CheckpointConfig",
@@ -72,6 +78,7 @@ __all__ = [
     "DataConfig",
     "DataSourceConfig",
     "DemonstrationsConfig",
+    "Difficulty",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EntropyBonus",
@@ -82,6 +89,7 @@ __all__ = [
     "Fp8Config",
     "GRPOConfig",
     "GenerationConfig",
+    "GuardsConfig",
     "LoggerConfig",
     "LossConfig",
     "LossKernel",
@@ -92,15 +100,19 @@ __all__ = [
     "NonNegativeFloat",
     "Normalizer",
     "OptimizerConfig",
+    "PassRateBand",
     "PolicyConfig",
     "PositiveFloat",
     "PositiveInt",
+    "ReplayStepConfig",
+    "ReturnRetiredConfig",
     "RewardShapingConfig",
     "SFTConfig",
     "SchedulerConfig",
     "Section",
     "Seed",
     "SequencePackingConfig",
+    "Shaping",
     "Share",
     "Temperature",
     "TokenizerConfig",

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from exgrpo_megatron.config.section import Name, PositiveInt, Section, Seed, key
+from exgrpo_megatron.config.section import Name, PositiveInt, Section, Seed, Share, key
 
 GeneratorName = Literal["chain_arithmetic", "unknown_symbols"]
+PassRateBand = Literal["easy", "medium", "hard"]
 ADMITTED_DIFFICULTIES: dict[GeneratorName, range] = {"chain_arithmetic": range(2, 9), "unknown_symbols": range(1, 4)}
 """Terms of a chain, letters of a question."""
 DEFAULT_DIFFICULTIES: dict[GeneratorName, tuple[int, ...]] = {
@@ -42,7 +43,21 @@ class DataSourceConfig(Section):
     solution_remove: str | None = key(
         None, "regular expression: what it matches is cut from solutions (GSM8K: <<.*?>>)"
     )
-    max_questions: PositiveInt | None = key(None, "use only the first questions of the set", "questions")
+    max_questions: PositiveInt | None = key(
+        None, "use only the first questions of the set (of those that pass_rate_band or _range leaves)", "questions"
+    )
+    pass_rates_path: Name | None = key(
+        None,
+        "measured pass rates of the questions, as `exgrpo eval --questions` writes them (JSONL or Parquet)",
+        "path",
+    )
+    pass_rate_band: PassRateBand | None = key(
+        None,
+        "use only questions of this band. easy: from 75% to below 100%; medium: above 25% to 75%; hard: above 0 to 25%",
+    )
+    pass_rate_range: tuple[Share, Share] | None = key(
+        None, "use only questions whose pass rate is from the first to the second number, both included"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSourceConfig:
@@ -73,6 +88,25 @@ class DataSourceConfig(Section):
                 f"generator_meaning_seed = {self.generator_meaning_seed} has no effect with generator = "
                 f"{self.generator!r}: only unknown_symbols has hidden meanings; set it to null"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pass_rates_are_used(self) -> DataSourceConfig:
+        path, band, limits = self.pass_rates_path, self.pass_rate_band, self.pass_rate_range
+        if band is not None and limits is not None:
+            raise ValueError(f"pass_rate_band = {band!r} and pass_rate_range = {list(limits)}: set one of them to null")
+        name = f"pass_rate_band = {band!r}" if band is not None else f"pass_rate_range = {limits and list(limits)}"
+        if (band or limits) and path is None:
+            raise ValueError(
+                f"{name}, but pass_rates_path is null: set it to measured pass rates (`exgrpo eval` writes them)"
+            )
+        if path is not None and band is None and limits is None:
+            raise ValueError(
+                f"pass_rates_path = {path!r} has no effect while pass_rate_band and pass_rate_range are null: "
+                "set one of them"
+            )
+        if limits is not None and limits[0] > limits[1]:
+            raise ValueError(f"{name}: the first number must not be above the second")
         return self
 
     @property

@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
+from exgrpo_megatron.config.alarms import AlarmsConfig
+from exgrpo_megatron.config.choices import (
+    DEFAULT_BETA,
+    SHAPING_MEANING,
+    AnswerChoice,
+    BucketWeight,
+    Shaping,
+    check_beta,
+)
+from exgrpo_megatron.config.guards import GuardsConfig
+from exgrpo_megatron.config.replay_step import ReplayStepConfig
 from exgrpo_megatron.config.section import Name, PositiveFloat, PositiveInt, Section, Share, key
 
-BucketWeight = Literal["counts", "accuracy", "linear", "sqrt", "linear_clip", "uniform"]
-AnswerChoice = Literal["lowest_mean_entropy", "lowest_total_entropy", "lowest_perplexity", "random"]
+Difficulty = Literal["last_group", "window", "reward_variance"]
 Eviction = Literal["oldest", "highest_entropy", "least_recently_replayed"]
+
+
+class ReturnRetiredConfig(Section):
+    """How retired questions are brought back: to new sampling, and to replay once a new answer of them is stored."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = key(
+        ..., "share of the retired questions brought back at a time, rounded down but at least one, drawn at random"
+    )
+    period: PositiveInt = key(..., "steps between two times", "steps")
 
 
 class ExperienceConfig(Section):
     """What is kept, when replay starts, and what is replayed."""
 
     enabled: bool = key(True, "false: on-policy GRPO, nothing stored or replayed")
+    strategy: Literal["exgrpo", "replay_step", "both"] = key(
+        "exgrpo",
+        "exgrpo: a stored answer joins the group of a drawn question (Algorithm 1 of the paper); replay_step: all "
+        "questions are new, and an optimiser step on stored answers follows (experience.replay_step); both",
+    )
+    replay_step: ReplayStepConfig = key(ReplayStepConfig(), "the optimiser step on stored answers (strategy)")
     replay_ratio: Share = key(0.5, "share of a step's questions drawn from experience (rho)")
+    replay_probability: Share = key(
+        1.0,
+        "probability with which a step replays, in groups or replay steps, while they are on, from the run's seed; "
+        "the other steps are on-policy",
+    )
     start_pass_rate: Share | None = key(
-        0.35, "replay starts after a step whose pass rate is above this (strict); null: from the first step"
+        0.35,
+        "replay starts after a step whose pass rate of new questions is above this (strict); null, with no other "
+        "start: from the first step; where start_epoch or start_step is given, the default is null",
+    )
+    start_epoch: PositiveInt | None = key(
+        None, "replay starts with the first step whose new questions begin in this epoch, counted from 0", "epoch"
+    )
+    start_step: PositiveInt | None = key(None, "replay starts with this step, counted from 1", "step")
+    stop_pass_rate: Share | None = key(
+        None,
+        "replay stops after a step whose pass rate of new questions is below this (strict), and starts again as at "
+        "first; null: never",
+    )
+    pass_rate_steps: PositiveInt = key(
+        1,
+        "the two pass rates are compared with the mean of so many steps, all since replay went on or off",
+        "steps",
     )
     bucket_weight: BucketWeight | None = key(
         None,
@@ -30,8 +76,37 @@ class ExperienceConfig(Section):
     bucket_sigma: PositiveFloat = key(
         1.0, "width of the normal bucket weights, in counts or accuracy; the other weights have none"
     )
+    difficulty: Difficulty = key(
+        "last_group",
+        "a question's rate, and its bucket k = rate * K, rounded, in 1..K-1. last_group: k of K in its last group with "
+        "a right answer; window: share of right ones among its last difficulty_window new answers; reward_variance: "
+        "that of right and wrong answers with the variance of the last group's rewards, on the side of their mean",
+    )
+    difficulty_window: Annotated[int, Field(ge=1, le=128)] | None = key(
+        None, "new answers of a question that its rate is taken over (difficulty: window)", "answers"
+    )
+    difficulty_range: tuple[Share, Share] | None = key(
+        None, "draw only questions whose rate is from the first to the second value, both included; null: any"
+    )
+    difficulty_range_unit: Literal["rate", "quantile"] = key(
+        "rate", "difficulty_range is of rates, or of quantiles of the stored questions' rates, which adapt to them"
+    )
+    difficulty_per_category: bool = key(
+        False,
+        "every category takes part by its stored questions, and within it bucket weights go by the rank of a rate "
+        "among its questions' and quantiles are its own (data.train.category_key names the column)",
+    )
     answer_choice: AnswerChoice | None = key(
-        None, "which stored answer of a drawn question is replayed, under the current policy; null: as the variant says"
+        None,
+        "which stored answer of a drawn question is replayed. lowest_...: by the measure named, under the current "
+        "policy; shortest: fewest tokens; newest: stored last; agreement: most like the question's other answers, by "
+        "the pairs of neighbouring tokens that two have in common; random: any; null: as the variant says",
+    )
+    entropy_percentile: Annotated[float, Field(gt=0, lt=100)] | None = key(
+        None,
+        "draw only questions whose lowest recorded entropy of an answer (mean of -log-prob) is among the lowest so "
+        "many percent of all stored questions', and of their answers only those within that limit; null: any",
+        "percent",
     )
     stored_answer: Literal["tokens", "text"] | None = key(
         None, "text: re-tokenised from text as in the released code, log-probs padded; null: as the variant says"
@@ -39,19 +114,21 @@ class ExperienceConfig(Section):
     collect_from: Literal["start", "mixed_phase"] | None = key(
         None, "when correct answers begin to be stored; null: as the variant says"
     )
-    retire_from: Literal["replay", "replay_and_fresh"] | None = key(
+    retire_from: Literal["replay", "replay_and_fresh", "never"] | None = key(
         None,
         "where a question with all K correct no longer appears: among replayed ones, or from the next epoch on among "
-        "new ones too, of which a batch and 20 always stay; null: as the variant says",
+        "new ones too, of which a batch and 20 always stay; never: it stays everywhere, in bucket K - 1, and its "
+        "answers are stored; null: as the variant says, but never with strategy replay_step",
     )
+    return_retired: ReturnRetiredConfig | None = key(None, "bring retired questions back; null: retired for good")
     unused_fresh: Literal["keep", "discard"] | None = key(
         None, "new questions displaced by replayed ones: keep in line, or throw away; null: as the variant says"
     )
     allow_duplicates: bool | None = key(
         None, "a question may stand in a batch both as new and as replayed; null: as the variant says"
     )
-    shaping: Literal["ratio", "none"] = key("ratio", "ratio: f(w) = w / (w + shaping_beta) on replayed tokens; none: w")
-    shaping_beta: PositiveFloat = key(0.1, "beta of f(w)")
+    shaping: Shaping = key("ratio", f"what a replayed token of a group has in place of its ratio w. {SHAPING_MEANING}")
+    shaping_beta: PositiveFloat = key(DEFAULT_BETA, "b of the two ratio shapings")
     prefill_path: Name | None = key(
         None, "experience file of another run, or made by `exgrpo prefill`, to begin with", "path"
     )
@@ -75,6 +152,103 @@ class ExperienceConfig(Section):
         "a stored answer that is not what was written ends the run (refuse), or is dropped and counted, and its file "
         "set aside (quarantine)",
     )
+    guards: GuardsConfig = key(GuardsConfig(), "limits of steps that replay")
+    alarms: AlarmsConfig = key(AlarmsConfig(), "warnings when data or experience runs dry or grows stale")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_replaces_the_default(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "start_pass_rate" in raw:
+            return raw
+        elsewhere = any(raw.get(name) is not None for name in _OTHER_STARTS)
+        return {**raw, "start_pass_rate": None} if elsewhere else raw
+
+    @model_validator(mode="after")
+    def _one_start(self) -> ExperienceConfig:
+        names = ("start_pass_rate", *_OTHER_STARTS)
+        given = [f"{name} = {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: replay starts once; keep one of them, the others null")
+        return self
+
+    @model_validator(mode="after")
+    def _some_are_retired(self) -> ExperienceConfig:
+        if self.return_retired is not None and self.retire_from == "never":
+            raise ValueError("return_retired is set, but retire_from = 'never' retires nothing: set one of them back")
+        return self
+
+    @model_validator(mode="after")
+    def _switch_has_two_ways(self) -> ExperienceConfig:
+        start, stop = self.start_pass_rate, self.stop_pass_rate
+        if stop is not None and start is None:
+            raise ValueError(
+                f"stop_pass_rate = {stop}, but start_pass_rate is null: it says when replay goes on again; set it"
+            )
+        if stop is not None and start is not None and stop > start:
+            raise ValueError(
+                f"stop_pass_rate = {stop} is above start_pass_rate = {start}: between them replay would go on and off "
+                "every step"
+            )
+        if start is None and self.pass_rate_steps != 1:
+            raise ValueError(
+                f"pass_rate_steps = {self.pass_rate_steps} has no effect while start_pass_rate is null: set one of them"
+            )
+        return self
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether stored answers join groups, once replay is on."""
+        return self.enabled and self.strategy != "replay_step"
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether stored answers are trained on beside the groups, once replay steps begin."""
+        return self.enabled and self.strategy != "exgrpo"
+
+    @property
+    def pass_rate_decay(self) -> float | None:
+        """Of the running pass rates that are kept; None: nobody asks for them."""
+        weighs = self.in_steps and self.replay_step.weight == "one_minus_pass_rate"
+        return self.replay_step.pass_rate_decay if weighs else None
+
+    @model_validator(mode="after")
+    def _shaping_has_its_keys(self) -> ExperienceConfig:
+        check_beta(self.shaping, self.shaping_beta)
+        return self
+
+    @model_validator(mode="after")
+    def _choice_of_questions_is_whole(self) -> ExperienceConfig:
+        if (self.difficulty == "window") != (self.difficulty_window is not None):
+            raise ValueError(
+                f"difficulty = {self.difficulty!r} with difficulty_window = {self.difficulty_window}: a window needs "
+                "its number of answers, and is for difficulty = 'window' alone"
+            )
+        if self.difficulty_range is None and self.difficulty_range_unit != "rate":
+            raise ValueError(
+                f"difficulty_range_unit = {self.difficulty_range_unit!r} has no effect while difficulty_range is null: "
+                "set it, or the unit back"
+            )
+        if self.difficulty_range is not None and not self.difficulty_range[0] < self.difficulty_range[1]:
+            raise ValueError(f"difficulty_range = {list(self.difficulty_range)}: the first must be below the second")
+        return self
+
+    @model_validator(mode="after")
+    def _difficulty_has_an_effect(self) -> ExperienceConfig:
+        of_groups = {self.bucket_weight} if self.strategy != "replay_step" else set()
+        of_steps = {self.replay_step.bucket_weight} if self.strategy != "exgrpo" else set()
+        if of_groups | of_steps != {"uniform"}:
+            return self
+        if self.difficulty != "last_group" and self.difficulty_range is None:
+            raise ValueError(
+                f"difficulty = {self.difficulty!r} has no effect with bucket_weight = 'uniform' and no "
+                "difficulty_range: set a range or another weight, or difficulty back to 'last_group'"
+            )
+        if self.difficulty_per_category and self.difficulty_range_unit != "quantile":
+            raise ValueError(
+                "difficulty_per_category = true has no effect with bucket_weight = 'uniform' and no difficulty_range "
+                "in quantiles: set one or another weight, or difficulty_per_category = false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _eviction_has_a_limit(self) -> ExperienceConfig:
@@ -85,3 +259,6 @@ class ExperienceConfig(Section):
                 "are null: set one of them, or eviction back"
             )
         return self
+
+
+_OTHER_STARTS = ("start_epoch", "start_step")

@@ -169,6 +169,9 @@ class LoggerConfig(Section):
 
     log_dir: Name = key("runs/default", "folder of the run", "path")
     tensorboard_enabled: bool = key(True, "write TensorBoard events beside metrics.jsonl")
+    experience_history: bool = key(
+        True, "write what happened to each question, step by step, to experience_history.jsonl (`exgrpo experience`)"
+    )
 
 
 class ClusterConfig(Section):

@@ -21,6 +21,7 @@ from exgrpo_megatron.config.policy import PolicyConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE
 from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, LoggerConfig, SFTConfig
 from exgrpo_megatron.config.section import Section, key
+from exgrpo_megatron.config.strategy import STRATEGY_SWITCHES, check_size, check_strategy
 
 
 class Config(Section):
@@ -129,6 +130,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _categories_are_known(self) -> Config:
+        source = self.data.train
+        if self.experience.difficulty_per_category and source.path is not None and source.category_key is None:
+            raise ValueError(
+                "experience.difficulty_per_category = true, but data.train.category_key is null: set it to the column "
+                "with the category, or experience.difficulty_per_category = false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _best_metric_is_measured(self) -> Config:
         name = self.checkpointing.metric_name
         if self.data.validation and not self.eval.greedy and re.match(r"validation/(pass_rate|reward)_greedy", name):
@@ -157,6 +168,13 @@ class Config(Section):
                 f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt = {prompts} * {members} is not a "
                 f"multiple of policy.train_global_batch_size = {batch}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _strategy_has_its_keys(self) -> Config:
+        check_strategy(self.variant, self.experience, self.loss_fn)
+        members = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        check_size(self.experience.replay_step, members, self.updates_per_step)
         return self
 
     @model_validator(mode="after")
@@ -197,12 +215,25 @@ class Config(Section):
 
     @property
     def total_updates(self) -> int:
-        """Optimiser steps of the whole run."""
-        return self.grpo.max_num_steps * self.updates_per_step
+        """Optimiser steps of the whole run, replay steps included; a training step with nothing stored has none of
+        these, so that a run may take fewer."""
+        return self.grpo.max_num_steps * (self.updates_per_step + self.replay_steps_per_step)
+
+    @property
+    def replay_steps_per_step(self) -> int:
+        """Optimiser steps on stored answers a training step, once there are any."""
+        step = self.experience.replay_step
+        return step.num_steps if self.experience.in_steps and not step.joint else 0
+
+    @property
+    def max_replay_step_answers(self) -> int:
+        """Stored answers of a replay step when experience has enough questions: floor(size x B x K)."""
+        members = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        return whole_share(self.experience.replay_step.size, members) if self.experience.in_steps else 0
 
     @property
     def updates_per_step(self) -> int:
-        """Optimiser steps a training step."""
+        """Optimiser steps on new answers a training step."""
         sequences = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
         return sequences // self.policy.train_global_batch_size
 
@@ -210,7 +241,7 @@ class Config(Section):
     def max_replayed_per_step(self) -> int:
         """Replayed questions of a step when experience has enough."""
         experience = self.experience
-        return whole_share(experience.replay_ratio, self.grpo.num_prompts_per_step) if experience.enabled else 0
+        return whole_share(experience.replay_ratio, self.grpo.num_prompts_per_step) if experience.in_groups else 0
 
     def variant_table(self) -> dict[str, Any]:
         """The switches of `VARIANTS` as they are in force, by dotted key."""
@@ -218,12 +249,19 @@ class Config(Section):
 
 
 def fill_variant(raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw` with every switch that is absent or null set to the variant's value."""
+    """`raw` with every switch that is absent or null set to the variant's value, or the strategy's if it has one."""
     variant = raw.get("variant", Config.model_fields["variant"].default)
     filled = dict(raw)
-    for name, values in VARIANTS.items():
+    by_strategy = _strategy_switches(raw.get("experience"))
+    for name, of_variant in VARIANTS.items():
+        values = {known: by_strategy.get(name, value) for known, value in of_variant.items()}
         section, switch = name.split(".")
         given = filled.get(section, {})
         if isinstance(variant, str) and variant in values and isinstance(given, dict) and given.get(switch) is None:
             filled[section] = {**given, switch: values[variant]}
     return filled
+
+
+def _strategy_switches(experience: Any) -> dict[str, Any]:
+    strategy = experience.get("strategy") if isinstance(experience, dict) else None
+    return STRATEGY_SWITCHES.get(strategy, {}) if isinstance(strategy, str) else {}

@@ -36,6 +36,11 @@ class QuestionOrder:
         return self._epoch
 
     @property
+    def next_epoch(self) -> int:
+        """The epoch to which the next question in line belongs."""
+        return self._epoch + (not self._line)
+
+    @property
     def num_active(self) -> int:
         """Questions that the next epoch will have."""
         return len(self._questions) - len(self._removed)
@@ -89,6 +94,20 @@ class QuestionOrder:
             else:
                 stay.append(self._questions[index].id)
         return stay
+
+    def bring_back(self, ids: Iterable[str], generator: np.random.Generator) -> int:
+        """Take questions that were left out in again: in every epoch from the next one on, and at random places in what
+        is left of this one. Ids that are not left out are passed over; returns how many were."""
+        back = sorted({self._index[name] for name in ids if name in self._index} & self._removed)
+        self._removed.difference_update(back)
+        waiting = set(self._line)
+        joining = deque(index for index in back if index not in waiting)
+        length = len(self._line) + len(joining)
+        places = set(generator.choice(length, size=len(joining), replace=False).tolist())
+        # Where all who join stand is as likely as any other choice of places; among themselves they are shuffled.
+        joining = deque(joining[i] for i in generator.permutation(len(joining)))
+        self._line = deque((joining if place in places else self._line).popleft() for place in range(length))
+        return len(back)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the future depends on, as JSON types."""

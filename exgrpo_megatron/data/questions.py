@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from exgrpo_megatron.config import DataConfig, DataSourceConfig
 from exgrpo_megatron.data.embedded_tasks import TaskQuestion, task_of
+from exgrpo_megatron.data.pass_rates import BANDS, Band, read_pass_rates
 from exgrpo_megatron.data.rows import Row, read_rows
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.errors import ConfigError, DataError
@@ -35,6 +36,8 @@ class QuestionSet:
     """Ids of questions with characters the vocabulary lacks, or with the name of a special token."""
     num_duplicates: int
     """Rows dropped because question and answer had been there before."""
+    dropped_by_pass_rate: tuple[str, ...] = ()
+    """Ids of questions whose measured pass rate is not in the recipe's band."""
 
     def describe(self) -> str:
         """One line for people."""
@@ -43,6 +46,7 @@ class QuestionSet:
             _counted(self.dropped_too_long, "too long"),
             _counted(self.dropped_unwritable, "the tokenizer cannot write"),
             f"{self.num_duplicates} duplicates" if self.num_duplicates else "",
+            _counted(self.dropped_by_pass_rate, "of another pass rate"),
         ]
         return (
             f"{len(self.questions)} from {self.source}, prompts of {min(lengths)} to {max(lengths)} tokens; "
@@ -57,7 +61,8 @@ class QuestionSet:
             "source": path.name,
             "sha256": _digest(path) if path.is_file() else None,
             "questions": len(self.questions),
-            "left_out": len(self.dropped_too_long) + len(self.dropped_unwritable) + self.num_duplicates,
+            "left_out": sum(map(len, (self.dropped_too_long, self.dropped_unwritable, self.dropped_by_pass_rate)))
+            + self.num_duplicates,
             "fingerprint": self.fingerprint,
         }
 
@@ -89,12 +94,17 @@ def load_questions(
     """
     check_prompt_texts(data, tokenizer)
     key = "data.validation" if held_out else "data.train"
-    collected = _Collected(data, tokenizer)
+    collected = _Collected(data, tokenizer, _pass_rate_filter(source, key))
     for entry in _entries(source, key, held_out):
         collected.add(entry)
         if len(collected.questions) == source.max_questions:
             break
     return collected.finish(key, source.path or f"generator {source.generator}")
+
+
+def question_texts(source: DataSourceConfig) -> Iterator[tuple[str, str]]:
+    """(id, text) of every row of `data.train`, usable or not, without tokenising; raises DataError."""
+    return ((entry.id, entry.text) for entry in _entries(source, "data.train", held_out=False))
 
 
 def check_disjoint(train: QuestionSet, validation: QuestionSet) -> int:
@@ -131,9 +141,12 @@ class _Collected:
 
     data: DataConfig
     tokenizer: PromptTokenizer
+    has_pass_rate: Callable[[str], bool]
+    """Whether a question is to be used, by its measured pass rate."""
     questions: list[Question] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
     unwritable: list[str] = field(default_factory=list)
+    of_another_rate: list[str] = field(default_factory=list)
     num_duplicates: int = 0
     by_id: dict[str, _Entry] = field(default_factory=dict)
     by_text: dict[str, _Entry] = field(default_factory=dict)
@@ -150,6 +163,9 @@ class _Collected:
         if len(prompt_ids) > self.data.max_input_seq_length:
             self.too_long.append(entry.id)
             return
+        if not self.has_pass_rate(entry.id):
+            self.of_another_rate.append(entry.id)
+            return
         self.questions.append(Question(entry.id, prompt_ids, entry.answer, entry.text, entry.category))
 
     def finish(self, key: str, source: str) -> QuestionSet:
@@ -158,7 +174,8 @@ class _Collected:
                 f"{key}: no question of {source} is left of {len(self.by_id)}: {len(self.too_long)} prompts are longer "
                 f"than data.max_input_seq_length = {self.data.max_input_seq_length} tokens (raise it), and "
                 f"{len(self.unwritable)} questions have characters that the tokenizer of {self.tokenizer.folder} "
-                f"cannot write (use another model or other questions)"
+                f"cannot write (use another model or other questions), and {len(self.of_another_rate)} are outside of "
+                f"{key}.pass_rate_band or pass_rate_range (measure with more answers, or widen it)"
             )
         return QuestionSet(
             questions=tuple(self.questions),
@@ -167,6 +184,7 @@ class _Collected:
             dropped_too_long=tuple(self.too_long),
             dropped_unwritable=tuple(self.unwritable),
             num_duplicates=self.num_duplicates,
+            dropped_by_pass_rate=tuple(self.of_another_rate),
         )
 
     def _is_duplicate(self, entry: _Entry) -> bool:
@@ -183,6 +201,24 @@ class _Collected:
                 f"unique (id_key null takes a hash of the question)"
             )
         return same_text is not None
+
+
+def _pass_rate_filter(source: DataSourceConfig, key: str) -> Callable[[str], bool]:
+    """Tells whether a question's measured pass rate is what the recipe asks for; DataError for one without a rate."""
+    if source.pass_rates_path is None:
+        return lambda _: True
+    rates = read_pass_rates(source.pass_rates_path, f"{key}.pass_rates_path")
+    band = BANDS[source.pass_rate_band] if source.pass_rate_band else Band(*source.pass_rate_range or (0.0, 1.0))
+
+    def has(question_id: str) -> bool:
+        if question_id not in rates:
+            raise DataError(
+                f"{key}.pass_rates_path = {source.pass_rates_path!r} has no pass rate of question {question_id!r}; "
+                f"measure these questions with `exgrpo eval RECIPE --questions {key.removeprefix('data.')}`"
+            )
+        return rates[question_id] in band
+
+    return has
 
 
 def _entries(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[_Entry]:

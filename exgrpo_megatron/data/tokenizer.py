@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import unicodedata
@@ -94,6 +95,12 @@ class PromptTokenizer:
         The number of tokens is less than that where the ids have gaps.
         """
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash over all tokens and their ids: equal for equal vocabularies only."""
+        listed = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
     def encode_prompt(self, question_text: str, system_prompt: str | None, template: str) -> TokenIds:
         """The prompt of a question: `template` with {question} replaced is the user's message.

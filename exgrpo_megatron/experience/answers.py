@@ -182,6 +182,10 @@ class AnswerStore:
         """The question's answers; none for a question that is not stored."""
         return tuple(self.read(slot) for slot in self.slots(question))
 
+    def entropies(self, question: int) -> NDArray[np.float32]:
+        """Of the question's answers, oldest first, the means of -log-prob as recorded."""
+        return self._table["entropy"][self.slots(question)]
+
     def live(self) -> Slots:
         """The slot of every answer."""
         return np.flatnonzero(self._table["length"])
@@ -235,6 +239,11 @@ class AnswerStore:
         """Write what was added; raises CheckpointError."""
         if self._active is not None:
             self.segments[self._active].flush()
+
+    def fill_up(self) -> None:
+        """Let records be added although the file they are added to is gone; what it had is damaged."""
+        if self._active is not None:
+            self.segments[self._active].fill_up()
 
     def seal(self) -> None:
         """End the segment that records are added to; the next record begins another."""

@@ -13,23 +13,26 @@ Weights = NDArray[np.float64]
 """Probabilities of buckets 1..K-1, shape [K - 1], sum 1."""
 
 
-def bucket_counts(kind: BucketWeight, n: int, sizes: Sizes, sigma: float, rng: np.random.Generator) -> Sizes:
-    """How many of `n` questions are drawn from each bucket; in all min(n, questions there are)."""
+def bucket_counts(
+    kind: BucketWeight, n: int, sizes: Sizes, sigma: float, rng: np.random.Generator, rates: Weights | None = None
+) -> Sizes:
+    """How many of `n` questions are drawn from each bucket; in all min(n, questions there are). `rates`: see below."""
     n = min(n, int(sizes.sum()))
     if kind == "uniform":
         # Bucket weights cannot say this exactly: with replacement over buckets, small buckets come out short.
         return rng.multivariate_hypergeometric(sizes, n)
-    return draw_counts(n, bucket_weights(kind, sizes, sigma), sizes, rng)
+    return draw_counts(n, bucket_weights(kind, sizes, sigma, rates), sizes, rng)
 
 
-def bucket_weights(kind: BucketWeight, sizes: Sizes, sigma: float) -> Weights:
+def bucket_weights(kind: BucketWeight, sizes: Sizes, sigma: float, rates: Weights | None = None) -> Weights:
     """Probability of each bucket, were none of them empty (`experience.bucket_weight`).
 
     `sizes` gives the number of buckets, and its values matter for `uniform` alone. `sigma` is the width of the normal
-    weights, in correct answers for `counts` and in accuracy (k/K) for `accuracy`.
+    weights, in correct answers for `counts` and in accuracy (k/K) for `accuracy`. `rates`: what stands for k/K, where
+    that is not itself.
     """
     group_size = len(sizes) + 1
-    k = np.arange(1, group_size, dtype=np.float64)
+    k = np.arange(1, group_size, dtype=np.float64) if rates is None else rates * group_size
     match kind:
         case "counts":
             raw = _normal(k, group_size / 2, sigma)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exgrpo_megatron.comm import Communicator, all_gather_union, together
-from exgrpo_megatron.config import ExperienceConfig
-from exgrpo_megatron.experience.buckets import bucket_counts
+from exgrpo_megatron.config import BucketWeight, ExperienceConfig
+from exgrpo_megatron.experience.categories import NO_CATEGORIES, Categories
 from exgrpo_megatron.experience.changes import Change, Kept, changes_of
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, answers_file, write_answers, write_summary
 from exgrpo_megatron.experience.keeper import Keeper, delete_left_over
+from exgrpo_megatron.experience.question_draw import Pool, Range, draw_questions
+from exgrpo_megatron.experience.question_stats import QuestionStats, StatsKept
 from exgrpo_megatron.experience.reports import MergeReport, RecordReport
 from exgrpo_megatron.experience.restore import Restored, check_agreement, restore
+from exgrpo_megatron.experience.selection import within
 from exgrpo_megatron.experience.snapshot import AnswersSnapshot, CheckpointSnapshot
 from exgrpo_megatron.experience.state import BufferState
+from exgrpo_megatron.experience.stats_file import STATS_FILE, StatsSnapshot, read_stats
 from exgrpo_megatron.types import Group, StoredAnswer, TokenIds
 
 logger = logging.getLogger(__name__)
@@ -35,8 +40,17 @@ class ExperienceBuffer:
     """
 
     def __init__(
-        self, config: ExperienceConfig, group_size: int, comm: Communicator, folder: Path | None = None
+        self,
+        config: ExperienceConfig,
+        group_size: int,
+        comm: Communicator,
+        folder: Path | None = None,
+        *,
+        pass_rate_decay: float | None = None,
+        categories: Mapping[str, str | None] | None = None,
     ) -> None:
+        """`pass_rate_decay`: how much of a running pass rate stays when a group is added; None: none is kept.
+        `categories` of the questions, for `experience.difficulty_per_category`."""
         assert config.bucket_weight is not None, "experience.bucket_weight is unresolved"
         self._config = config
         self._comm = comm
@@ -45,7 +59,10 @@ class ExperienceBuffer:
             with together(comm):
                 if comm.member == 0:
                     delete_left_over(folder, comm.rank, comm.size)
-        self._state = BufferState(config, group_size, comm, Keeper(config, mine))
+        kept = StatsKept(pass_rate_decay, config.difficulty_window or 0, rewards=config.difficulty == "reward_variance")
+        split = Categories(categories or {}) if config.difficulty_per_category else NO_CATEGORIES
+        self._state = BufferState(config, group_size, comm, Keeper(config, mine), kept, split)
+        self._num_drawable = 0
 
     @property
     def num_questions(self) -> int:
@@ -78,8 +95,8 @@ class ExperienceBuffer:
 
     @property
     def index_nbytes(self) -> int:
-        """Memory that the index takes on every process."""
-        return self._state.index.nbytes
+        """Memory that the index takes on every process, and with it what is known of questions."""
+        return self._state.index.nbytes + self._state.stats.nbytes
 
     @property
     def own_table_nbytes(self) -> int:
@@ -97,6 +114,19 @@ class ExperienceBuffer:
     def is_retired(self, question_id: str) -> bool:
         return self._state.index.is_retired(question_id)
 
+    @property
+    def stats(self) -> QuestionStats:
+        """What is known of every question that was attempted; to be read, and the same on every process."""
+        return self._state.stats
+
+    def running_pass_rate(self, question_id: str) -> float:
+        """Over its new answers, the later groups weighing more; 0 where it was never attempted in this run."""
+        return float(self.running_pass_rates([question_id])[0])
+
+    def running_pass_rates(self, question_ids: Sequence[str]) -> NDArray[np.float64]:
+        """`running_pass_rate` of each."""
+        return np.nan_to_num(self.stats.pass_rates(self.stats.rows(question_ids)), nan=0.0)
+
     def bucket_sizes(self) -> dict[int, int]:
         """Number of stored questions by k, for every k in 1..K-1."""
         return dict(enumerate(self._state.index.sizes.tolist(), start=1))
@@ -113,23 +143,53 @@ class ExperienceBuffer:
         """What this process keeps, by question."""
         return ((self._state.index.ids.name(row), answers) for row, answers in self._state.keeper.store.items())
 
-    def draw(self, n: int, rng: np.random.Generator, exclude: Collection[str] = frozenset()) -> list[str]:
-        """Min(n, available) distinct questions to replay: a bucket by its weight, then uniformly within it.
+    def draw(
+        self,
+        n: int,
+        rng: np.random.Generator,
+        exclude: Collection[str] = frozenset(),
+        *,
+        weights: tuple[BucketWeight, float] | None = None,
+    ) -> list[str]:
+        """Min(n, available) distinct questions to replay: a bucket by its weight, then uniformly within it; of those
+        that `experience.difficulty_range` and `entropy_percentile` leave.
 
-        `exclude`: questions that must not be drawn, such as those already in the batch. Time depends on `n`, not on
-        the number of stored questions.
+        `exclude`: questions that must not be drawn, such as those already in the batch. `weights`: kind and width, in
+        place of the section's. Time depends on `n`, not on the number of stored questions, unless there are such
+        limits: then the buckets at the ends of the range, or all of them, are looked through at some 100 million
+        questions a second.
         """
-        weight = self._config.bucket_weight
-        assert weight is not None
-        excluded = self._state.index.positions(exclude)
-        sizes = self._state.index.sizes - np.array([len(positions) for positions in excluded], dtype=np.int64)
-        counts = bucket_counts(weight, n, sizes, self._config.bucket_sigma, rng)
-        drawn = [
-            question_id
-            for bucket, (count, positions) in enumerate(zip(counts.tolist(), excluded, strict=True), start=1)
-            for question_id in self._state.index.sample(bucket, count, positions, rng)
-        ]
-        return [drawn[i] for i in rng.permutation(len(drawn))]
+        assert self._config.bucket_weight is not None
+        weight, sigma = weights or (self._config.bucket_weight, self._config.bucket_sigma)
+        index, pool = self._state.index, Pool(self._state.index)
+        if self._config.difficulty_range is not None:
+            pool.keep_range(
+                Range(*self._config.difficulty_range, self._config.difficulty_range_unit), self._state.rating
+            )
+        if self._config.entropy_percentile is not None and len(index):
+            pool.keep_entropies_up_to(self._state.entropy_limit())
+        self._num_drawable = int(pool.sizes.sum())
+        pool.exclude(exclude)
+        return draw_questions(pool, n, weight, sigma, index.cell_sizes, rng)
+
+    @property
+    def num_drawable(self) -> int:
+        """Questions that the last draw could choose from, before it excluded any."""
+        return self._num_drawable
+
+    def candidates(self, question_ids: Sequence[str]) -> list[list[int]]:
+        """Of each question the answers that may be replayed, by their index, oldest first: all, or with
+        `experience.entropy_percentile` those within the limit, or else the one of lowest entropy. Collective."""
+        if self._config.entropy_percentile is None:
+            return [list(range(self.count(name))) for name in question_ids]
+        limit, state = self._state.entropy_limit(), self._state
+        mine = {
+            name: within(state.keeper.store.entropies(state.index.row(name)), limit)
+            for name in question_ids
+            if state.owner.owns(name)
+        }
+        found = all_gather_union(self._comm, mine)
+        return [found[name] for name in question_ids]
 
     def intact(self, question_ids: Sequence[str]) -> list[str]:
         """Those of the questions that have a sound answer; damaged ones are dropped first. Collective.
@@ -174,6 +234,8 @@ class ExperienceBuffer:
         if replayed_in is not None:
             for slot in slots.values():
                 store.touch(slot, replayed_in)
+            for name, _ in chosen:
+                self.stats.count_replay(self._state.index.row(name))
         found = all_gather_union(self._comm, mine)
         return [found[key] for key in chosen]
 
@@ -195,9 +257,10 @@ class ExperienceBuffer:
         `truncated`: those too that were cut off.
 
         Collective, with all groups on every process. With k correct of K: k == K retires the question and forgets its
-        answers; 0 < k < K stores the new correct answers and makes k the bucket of the question, if it has stored
-        answers; k == 0 changes nothing. An answer without exactly one finite log-prob a token is refused. Then answers
-        are evicted that are beyond a cap. Does nothing where `experience.enabled` is false.
+        answers, unless `experience.retire_from` is `never`: then all are stored, and its bucket is K - 1; 0 < k < K
+        stores the new correct answers and makes k the bucket of the question, if it has stored answers; k == 0 changes
+        nothing. An answer without exactly one finite log-prob a token is refused. Then answers are evicted that are
+        beyond a cap. Does nothing where `experience.enabled` is false.
 
         Raises:
             ValueError: a group is not of the buffer's group size.
@@ -209,7 +272,12 @@ class ExperienceBuffer:
             if group.size != self._state.group_size:
                 raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._state.group_size}")
         changes, report = changes_of(
-            groups, self._state.index.is_retired, step=step, collect=collect, truncated=truncated
+            groups,
+            self._state.index.is_retired,
+            step=step,
+            collect=collect,
+            truncated=truncated,
+            retire=self._config.retire_from != "never",
         )
         serials = self._state.take_serials([len(change.answers) for change in changes])
         with together(self._comm):
@@ -217,10 +285,21 @@ class ExperienceBuffer:
                     if self._state.owner.owns(change.question_id)}  # fmt: skip
             self._state.keeper.tidy()
         kept = all_gather_union(self._comm, mine)
+        self._state.observe(groups, step)
+        report.events[:0] = self._state.take_events()
         for number, change in enumerate(changes):
             self._state.apply(change, kept[number], report)
-        report.evicted_of_answers, report.evicted_of_bytes = self._state.hold_caps()
+        for_answers, for_bytes = self._state.hold_caps()
+        report.evicted_of_answers, report.evicted_of_bytes = len(for_answers), len(for_bytes)
+        report.events += [*for_answers, *for_bytes]
+        self._state.refresh_entropies(change.question_id for change in changes)
         return report
+
+    def bring_back(self, question_ids: Collection[str]) -> None:
+        """Questions are retired no longer: stored again with their next group that is neither all wrong nor all right.
+        Their answers were forgotten when they retired. To be called alike on every process."""
+        for question_id in question_ids:
+            self._state.index.bring_back(question_id)
 
     def keep_only(self, known: Collection[str]) -> int:
         """Forget stored questions that are not in `known` (a hash set); returns how many were forgotten. Collective."""
@@ -248,13 +327,23 @@ class ExperienceBuffer:
                 write_summary(folder / SUMMARY_FILE, self._state.summary())
 
     def snapshot(self) -> CheckpointSnapshot:
-        """This process's part of the buffer as it is now, to be saved while the buffer changes."""
+        """This process's part of the buffer as it is now, to be saved while the buffer changes; collective.
+
+        Answers whose segment is gone are dropped first.
+
+        Raises:
+            CheckpointError: there are such, and `experience.on_corruption` is `refuse`; on every process.
+        """
+        with together(self._comm):
+            lost = self._state.keeper.missing(self._state.index.ids)
+        self._state.lose(all_gather_union(self._comm, dict(lost)))
         return CheckpointSnapshot(
             group_size=self._state.group_size,
             rank=self._comm.rank,
             num_ranks=self._comm.size,
             summary=self._state.summary() if self._comm.is_main else None,
             answers=AnswersSnapshot(self._state.keeper.store, self._state.index) if self._state.owner.keeps else None,
+            stats=StatsSnapshot(self.stats) if self._comm.is_main else None,
         )
 
     def load(self, folder: Path) -> None:
@@ -264,13 +353,16 @@ class ExperienceBuffer:
             CheckpointError: a file is missing, damaged or disagrees with another; names the file and the row. It is
                 raised on every process, and nothing is changed.
         """
-        restored, summary = self._restored(folder, whole=True)
-        assert summary is not None
+        restored, saved = self._restored(folder, whole=True)
+        assert saved is not None
+        summary, stats = saved
         self._state.keeper.become(restored.store)
-        self._state.index = restored.index
+        self._state.index, self._state.stats = restored.index, stats
         self._state.next_serial = max(restored.next_serial, summary.next_serial)
         self._state.num_damaged = summary.num_damaged
+        self._state.refresh_entropies([name for name, _ in restored.index.items()])
         self._state.lose(all_gather_union(self._comm, dict(restored.lost)))
+        self._state.rebucket()
         evicted = self._state.hold_question_cap()
         self._state.count_bytes()
         if evicted and self._comm.is_main:
@@ -305,7 +397,10 @@ class ExperienceBuffer:
         for name, bucket in questions:
             num_answers = theirs.index.num_answers(name) - lost.get(name, 0)
             self._state.enter(name, bucket, num_answers, kept.get(name), report)
-        report.evicted += sum(self._state.hold_caps())
+        evicted = [event for events in self._state.hold_caps() for event in events]
+        report.evicted += len(evicted)
+        self._state.events += evicted
+        self._state.refresh_entropies(name for name, _ in questions)
         return report
 
     def close(self) -> None:
@@ -317,17 +412,22 @@ class ExperienceBuffer:
             return self._state.forget(change.question_id)
         return self._state.keep(change.question_id, change.answers, serial)
 
-    def _restored(self, path: Path, *, whole: bool) -> tuple[Restored, Summary | None]:
-        """What was saved, in a store of its own; `whole`: with its summary, and checked against that."""
+    def _restored(self, path: Path, *, whole: bool) -> tuple[Restored, tuple[Summary, QuestionStats] | None]:
+        """What was saved, in a store of its own; `whole`: with its summary, checked against that, and statistics."""
         state, store = self._state, self._state.keeper.another()
         try:
             with together(self._comm):
-                restored = restore(path, state.group_size, state.owner, store, self._config.on_corruption)
-                summary = check_agreement(path, restored) if whole else None
+                restored = restore(path, state.new_index(), state.owner, store, self._config.on_corruption)
+                saved = self._summary_and_stats(path, restored) if whole else None
         except Exception:
             store.close()
             raise
-        return restored, summary
+        return restored, saved
+
+    def _summary_and_stats(self, folder: Path, restored: Restored) -> tuple[Summary, QuestionStats]:
+        summary = check_agreement(folder, restored)
+        say = self._comm.is_main
+        return summary, read_stats(folder / STATS_FILE, self.stats.kept, restored.index, say=say)
 
 
 def _at_step_0(restored: Restored, question_id: str) -> list[StoredAnswer]:

@@ -77,7 +77,7 @@ def decode(record: bytes) -> Record:
     planes = np.frombuffer(_decompressed(record[name_end:], wide * length), np.uint8).reshape(wide, length)
     token_ids = _joined(planes[:id_bytes]).astype(np.int32)
     values = _joined(planes[id_bytes:])
-    answer = StoredAnswer(_frozen(token_ids), _frozen(_logprobs(values, kind)), version, step)
+    answer = StoredAnswer(_frozen(token_ids), _frozen(_logprobs(values, kind)), version, step, serial)
     return Record(record[HEADER_BYTES:name_end].decode(), serial, answer)
 
 
@@ -89,6 +89,12 @@ def question_of(record: bytes) -> str:
 
 def serial_of(record: bytes) -> int:
     return int.from_bytes(record[8:12], "little")
+
+
+def facts_of(header: bytes) -> tuple[int, int]:
+    """(step, number of tokens) of the record that begins with these `HEADER_BYTES`."""
+    _, _, _, step, _, length, _, _, _ = _HEADER.unpack(header)
+    return step, length
 
 
 def _is_fixed(logprobs: Logprobs) -> bool:

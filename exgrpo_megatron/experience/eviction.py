@@ -24,20 +24,16 @@ class Candidate(NamedTuple):
     """Bytes of its record."""
 
 
-class Freed(NamedTuple):
-    """What evictions have made room for."""
-
-    answers: int
-    length: int
-
-
-def evict_of_question(store: AnswerStore, question: int, cap: int | None, policy: Eviction) -> Freed:
-    """Bring the answers of a question down to `cap`."""
+def evict_of_question(store: AnswerStore, question: int, cap: int | None, policy: Eviction) -> tuple[int, ...]:
+    """Bring the answers of a question down to `cap`; returns the serials of those that went."""
     slots = store.slots(question)
     if cap is None or len(slots) <= cap:
-        return Freed(0, 0)
+        return ()
     going = _in_order(store, np.array(slots), policy)[: len(slots) - cap]
-    return Freed(len(going), sum(store.remove(slot) for slot in going.tolist()))
+    serials = tuple(store.column("serial")[going].tolist())
+    for slot in going.tolist():
+        store.remove(slot)
+    return serials
 
 
 def candidates(store: AnswerStore, ids: IdTable, policy: Eviction, answers: int, length: int) -> list[Candidate]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,19 @@ class Row:
 
 
 @dataclass(frozen=True)
+class VocabularyName:
+    """Which vocabulary token ids are of."""
+
+    name: str
+    vocab_size: int
+    fingerprint: str
+    """Equal for equal tokens with equal ids only."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.vocab_size} tokens, fingerprint {self.fingerprint})"
+
+
+@dataclass(frozen=True)
 class Summary:
     """What the Parquet files do not hold, and what they must agree with."""
 
@@ -71,6 +84,8 @@ class Summary:
     """Answers that the run has lost to damaged files."""
     next_serial: int = 0
     """Correct answers that the run has met; 0 in formats without serials."""
+    tokenizer: VocabularyName | None = None
+    """Whose ids the tokens are; None: the files do not say (a checkpoint has its recipe beside it)."""
 
 
 def answers_file(rank: int, num_ranks: int) -> str:
@@ -112,14 +127,19 @@ def numbered_files(folder: Path, pattern: re.Pattern[str], name: Callable[[int, 
     return [folder / expected_name for expected_name in expected]
 
 
-def write_answers(path: Path, rows: Iterable[Row], group_size: int) -> None:
-    """Write rows some at a time, with page checksums. The order of the rows is kept."""
-    schema = SCHEMA.with_metadata({GROUP_SIZE_KEY: str(group_size).encode(), FORMAT_KEY: str(FORMAT).encode()})
+def write_answers(
+    path: Path, rows: Iterable[Row], group_size: int, texts: Mapping[str, Callable[[Row], str | None]] | None = None
+) -> None:
+    """Write rows some at a time, with page checksums. The order of the rows is kept. `texts`: further columns, which a
+    run passes over."""
+    texts = texts or {}
+    schema = pa.schema([*SCHEMA, *(pa.field(name, pa.string()) for name in texts)])
+    schema = schema.with_metadata({GROUP_SIZE_KEY: str(group_size).encode(), FORMAT_KEY: str(FORMAT).encode()})
     remaining = iter(rows)
     options = {"compression": "zstd", "use_dictionary": ["question_id"], "write_page_checksum": True}
     with pq.ParquetWriter(path, schema, **options) as writer:
         while batch := list(islice(remaining, ROWS_AT_ONCE)):
-            writer.write_batch(_record_batch(batch, schema))
+            writer.write_batch(_record_batch(batch, schema, list(texts.values())))
 
 
 def write_summary(path: Path, summary: Summary, file_format: int = FORMAT) -> None:
@@ -131,6 +151,7 @@ def write_summary(path: Path, summary: Summary, file_format: int = FORMAT) -> No
         "num_damaged": summary.num_damaged,
         "next_serial": summary.next_serial,
         "retired": list(summary.retired),
+        **({"tokenizer": asdict(summary.tokenizer)} if summary.tokenizer else {}),
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -155,7 +176,16 @@ def read_summary(path: Path) -> Summary:
         retired=tuple(retired),
         num_damaged=_whole_number(path, {"num_damaged": 0, **content}, "num_damaged"),
         next_serial=_whole_number(path, {"next_serial": 0, **content}, "next_serial"),
+        tokenizer=_vocabulary_name(path, content),
     )
+
+
+def _vocabulary_name(path: Path, content: dict[str, Any]) -> VocabularyName | None:
+    found = content.get("tokenizer")
+    try:
+        return None if found is None else VocabularyName(**found)
+    except TypeError:
+        raise CheckpointError(f"{path}: `tokenizer` must have name, vocab_size and fingerprint. {REMEDY}.") from None
 
 
 def _whole_number(path: Path, content: dict[str, Any], name: str) -> int:
@@ -165,7 +195,7 @@ def _whole_number(path: Path, content: dict[str, Any], name: str) -> int:
     return value
 
 
-def _record_batch(rows: Sequence[Row], schema: Any) -> Any:
+def _record_batch(rows: Sequence[Row], schema: Any, texts: Sequence[Callable[[Row], str | None]]) -> Any:
     answers = [row.answer for row in rows]
     offsets = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum([len(answer.token_ids) for answer in answers], out=offsets[1:])
@@ -178,5 +208,6 @@ def _record_batch(rows: Sequence[Row], schema: Any) -> Any:
         pa.ListArray.from_arrays(offsets, np.concatenate([answer.logprobs for answer in answers])),
         pa.array([answer.policy_version for answer in answers], pa.int64()),
         pa.array([answer.step for answer in answers], pa.int64()),
+        *(pa.array([text(row) for row in rows], pa.string()) for text in texts),
     ]
     return pa.record_batch(columns, schema=schema)

@@ -53,20 +53,22 @@ class Keeper:
     def keep(self, row: int, question_id: str, answers: Sequence[StoredAnswer], serial: int) -> Kept:
         """Store new answers, whose serials begin with `serial`, and hold the question to its cap."""
         store, before = self.store, self.store.num_bytes
-        stored = sum(store.add(row, question_id, serial + i, answer) for i, answer in enumerate(answers))
-        freed = evict_of_question(store, row, self._config.max_answers_per_question, self._config.eviction)
+        stored = tuple(
+            serial + i for i, answer in enumerate(answers) if store.add(row, question_id, serial + i, answer)
+        )
+        evicted = evict_of_question(store, row, self._config.max_answers_per_question, self._config.eviction)
         return Kept(
             stored=stored,
-            duplicates=len(answers) - stored,
+            duplicates=len(answers) - len(stored),
             num_answers=len(store.slots(row)),
             num_bytes=store.num_bytes - before,
-            evicted=freed.answers,
+            evicted=evicted,
         )
 
     def forget(self, row: int) -> Kept:
         """Drop the question's answers."""
         _, length = self.store.forget(row)
-        return Kept(stored=0, duplicates=0, num_answers=0, num_bytes=-length)
+        return Kept(stored=(), duplicates=0, num_answers=0, num_bytes=-length)
 
     def drop(self, row: int, serial: int) -> None:
         """Drop one answer of a question."""
@@ -76,6 +78,8 @@ class Keeper:
 
     def tidy(self) -> None:
         """At the end of a step: everything onto the disk, and on with compaction; raises CheckpointError."""
+        if self._config.on_corruption == "quarantine":
+            self.store.fill_up()
         self.store.flush()
         self._compactor.step()
 
@@ -85,19 +89,40 @@ class Keeper:
         Raises:
             DamagedAnswer: a record is damaged, and `experience.on_corruption` is `refuse`.
         """
-        lost: Counter[str] = Counter()
-        for number in self._damaged_segments(rows):
-            self._compactor.wait()
-            self.store.seal()
-            if number in self.store.segments:
-                lost += set_aside(self.store, number, ids)
-        return lost
+        return self._set_aside(self._damaged_segments(rows), ids)
+
+    def missing(self, ids: IdTable) -> Counter[str]:
+        """Check that the files of all segments are there, as long as they were written; returns and raises as `damage`
+        does. For a checkpoint, which is to have links to them."""
+        if self._config.on_corruption == "quarantine":
+            self.store.fill_up()
+        found = []
+        for number, segment in self.store.segments.items():
+            if segment.live_bytes and not segment.is_there():
+                if self._config.on_corruption == "refuse":
+                    raise DamagedAnswer(
+                        f"{segment.path}: this segment of stored answers is missing or cut off. Go on from a "
+                        "checkpoint, or set experience.on_corruption to 'quarantine' to go on without such answers",
+                        number,
+                    )
+                found.append(number)
+        return self._set_aside(found, ids)
 
     def close(self) -> None:
         """Delete the files, all of them but those that were set aside."""
         self._compactor.wait()
         self.store.close()
         self._folder.remove_empty()
+
+    def _set_aside(self, numbers: Sequence[int], ids: IdTable) -> Counter[str]:
+        """What each question loses with these segments."""
+        lost: Counter[str] = Counter()
+        for number in numbers:
+            self._compactor.wait()
+            self.store.seal()
+            if number in self.store.segments:
+                lost += set_aside(self.store, number, ids)
+        return lost
 
     def _damaged_segments(self, rows: Sequence[int]) -> list[int]:
         """Where the questions have a damaged record."""

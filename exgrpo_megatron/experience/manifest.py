@@ -54,8 +54,13 @@ def find_index_files(folder: Path) -> list[Path]:
     """The index files of a checkpoint's experience; none where it is of an older format.
 
     Raises:
-        CheckpointError: one of them is missing, or does not belong to the others.
+        CheckpointError: one of them is missing, or does not belong to the others, or is named itself.
     """
+    if INDEX_FILE.fullmatch(folder.name) and folder.is_file():
+        raise CheckpointError(
+            f"{folder}: the index of a checkpoint's stored answers, which does not hold them: name its folder, "
+            f"{folder.parent}"
+        )
     return numbered_files(folder, INDEX_FILE, index_file) if folder.is_dir() else []
 
 

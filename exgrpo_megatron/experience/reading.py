@@ -19,6 +19,7 @@ from exgrpo_megatron.experience.files import (
     REMEDY,
     ROWS_AT_ONCE,
     SCHEMA,
+    Row,
     find_answers_files,
 )
 from exgrpo_megatron.experience.manifest import check_group_size, find_index_files
@@ -27,6 +28,7 @@ from exgrpo_megatron.types import StoredAnswer
 
 _INDEX_COLUMNS = ("question_id", "bucket", "position", "answer_index", "step")
 _ANSWER_COLUMNS = ("question_id", "token_ids", "logprobs", "policy_version", "step")
+_ALL_COLUMNS = (*_INDEX_COLUMNS, "token_ids", "logprobs", "policy_version")
 
 
 @dataclass(slots=True)
@@ -85,6 +87,24 @@ def read_answers(
                         raise _row_fault(path, row, question_id, fault)
 
 
+def iterate_rows(paths: Sequence[Path], group_size: int) -> Iterator[Row]:
+    """Every row of the files, some in memory at a time; rules that take several rows are not checked.
+
+    Raises:
+        CheckpointError: a file is missing, unreadable or of another group size, or an answer cannot be replayed.
+    """
+    sizes = [0] * group_size
+    for path in paths:
+        with _opened(path) as file:
+            _check_schema(path, file.schema_arrow, group_size)
+            for first_row, batch in _batches(path, file, range(file.num_row_groups), _ALL_COLUMNS):
+                answers = zip(
+                    range(first_row, first_row + batch.num_rows), _places(batch), _answers(batch), strict=True
+                )
+                for row, place, (question_id, answer) in answers:
+                    yield _row(path, row, place, question_id, answer, sizes)
+
+
 def check_answers_files(path: Path, group_size: int) -> None:
     """Refuse early, without reading the rows, what reading would refuse for the files as a whole.
 
@@ -102,6 +122,24 @@ def check_answers_files(path: Path, group_size: int) -> None:
     for part in find_answers_files(path):
         with _opened(part) as file:
             _check_schema(part, file.schema_arrow, group_size)
+
+
+def _row(path: Path, row: int, place: _Place, question_id: str, answer: StoredAnswer, sizes: list[int]) -> Row:
+    """`sizes`: of the buckets so far, for format 1, where the order of the rows says the position."""
+    fault = answer_fault(answer.token_ids, answer.logprobs)
+    if fault is not None:
+        raise _row_fault(path, row, question_id, f"the answer cannot be replayed: {fault}")
+    if not 1 <= place.bucket < len(sizes):
+        raise _row_fault(path, row, question_id, f"bucket {place.bucket} is not in 1..{len(sizes) - 1}")
+    sizes[place.bucket] += place.answer_index == 0
+    position = sizes[place.bucket] - 1 if place.position is None else place.position
+    return Row(question_id, place.bucket, position, place.answer_index, answer)
+
+
+def _places(batch: Any) -> Iterator[_Place]:
+    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names if name in _INDEX_COLUMNS}
+    columns.setdefault("position", [None] * batch.num_rows)
+    return map(_Place, *(columns[name] for name in _INDEX_COLUMNS))
 
 
 class _Place(NamedTuple):
@@ -125,10 +163,7 @@ class _Listings:
         self._sizes = [0] * group_size
 
     def add(self, path: Path, first_row: int, batch: Any) -> None:
-        columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
-        columns.setdefault("position", [None] * batch.num_rows)
-        places = map(_Place, *(columns[name] for name in _INDEX_COLUMNS))
-        for row, place in enumerate(places, start=first_row):
+        for row, place in enumerate(_places(batch), start=first_row):
             fault = self._take(path, row, place)
             if fault is not None:
                 raise _row_fault(path, row, place.question_id, fault)

@@ -53,6 +53,16 @@ class Recovery:
             counts[place.question_id] = counts.get(place.question_id, 0) + 1
         return counts
 
-    def __iter__(self) -> Iterator[Record]:
+    def by_question(self) -> Iterator[tuple[str, Iterator[Record]]]:
+        """Every question with its answers, in the order of their first ones."""
+        places: dict[str, list[_Place]] = {}
         for place in self._places:
-            yield decode(place.segment.read(place.offset, place.length))
+            places.setdefault(place.question_id, []).append(place)
+        return ((name, (_read(place) for place in listed)) for name, listed in places.items())
+
+    def __iter__(self) -> Iterator[Record]:
+        return map(_read, self._places)
+
+
+def _read(place: _Place) -> Record:
+    return decode(place.segment.read(place.offset, place.length))

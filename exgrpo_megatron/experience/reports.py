@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from exgrpo_megatron.experience.history import Event
+
 
 @dataclass(frozen=True)
 class RefusedAnswer:
@@ -38,6 +40,8 @@ class RecordReport:
     """Answers that went because there were more than `experience.max_answers`."""
     evicted_of_bytes: int = 0
     """Answers that went because all together had more than `experience.max_bytes`."""
+    events: list[Event] = field(default_factory=list, compare=False)
+    """The same by question and answer, with what became of stored answers since the step before."""
 
 
 @dataclass

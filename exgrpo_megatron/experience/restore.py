@@ -52,24 +52,27 @@ class Restored:
 
 
 def restore(
-    path: Path, group_size: int, owner: Owner, store: AnswerStore, on_corruption: Literal["refuse", "quarantine"]
+    path: Path,
+    index: QuestionIndex,
+    owner: Owner,
+    store: AnswerStore,
+    on_corruption: Literal["refuse", "quarantine"],
 ) -> Restored:
-    """Read the experience in a folder, or in one Parquet file, into an empty store: a checkpoint's, what was exported,
-    or what a killed run left.
+    """Read the experience in a folder, or in one Parquet file, into an empty index and store: a checkpoint's, what was
+    exported, or what a killed run left.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another group size; names the file and the row or question.
     """
     if find_index_files(path):
-        manifest = read_manifest(path, group_size)
-        index = QuestionIndex(group_size)
+        manifest = read_manifest(path, index.group_size)
         index.fill(manifest.question_ids, manifest.buckets, manifest.num_answers)
         lost = _take_segments(manifest, index, owner, store, on_corruption)
         return Restored(index, store, int(manifest.columns["serial"].astype(np.int64).max(initial=-1)) + 1, lost)
     segments = find_segments(path)
     if segments:
-        return _from_killed_run(Recovery(segments), group_size, owner, store)
-    return _from_parquet(find_answers_files(path), group_size, owner, store)
+        return _from_killed_run(Recovery(segments), index, owner, store)
+    return _from_parquet(find_answers_files(path), index, owner, store)
 
 
 def check_agreement(folder: Path, restored: Restored) -> Summary:
@@ -96,10 +99,10 @@ def check_agreement(folder: Path, restored: Restored) -> Summary:
     return summary
 
 
-def _from_killed_run(found: Recovery, group_size: int, owner: Owner, store: AnswerStore) -> Restored:
+def _from_killed_run(found: Recovery, index: QuestionIndex, owner: Owner, store: AnswerStore) -> Restored:
     """Nobody knows how often a question was answered correctly: it is in the bucket of one until a run has tried it."""
     counts = found.num_answers()
-    index, next_serial = QuestionIndex(group_size), 0
+    next_serial = 0
     index.fill(list(counts), np.ones(len(counts), np.int64), np.array(list(counts.values()), np.int64))
     for record in found:
         next_serial = record.serial + 1
@@ -109,9 +112,8 @@ def _from_killed_run(found: Recovery, group_size: int, owner: Owner, store: Answ
     return Restored(index, store, next_serial, Counter())
 
 
-def _from_parquet(files: list[Path], group_size: int, owner: Owner, store: AnswerStore) -> Restored:
-    listings = read_index(files, group_size)
-    index = QuestionIndex(group_size)
+def _from_parquet(files: list[Path], index: QuestionIndex, owner: Owner, store: AnswerStore) -> Restored:
+    listings = read_index(files, index.group_size)
     index.fill(
         [listing.question_id for listing in listings],
         np.array([listing.bucket for listing in listings], np.int64),
@@ -124,7 +126,7 @@ def _from_parquet(files: list[Path], group_size: int, owner: Owner, store: Answe
         row = index.row(question_id)
         return store.add(row, question_id, int(serials[firsts[row] + len(store.slots(row))]), answer)
 
-    read_answers(files, group_size, owner.owns, take)
+    read_answers(files, index.group_size, owner.owns, take)
     store.flush()
     return Restored(index, store, len(serials), Counter())
 

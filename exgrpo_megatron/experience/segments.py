@@ -42,6 +42,7 @@ class Segment:
         self.live_bytes = 0
         """Of records that somebody still needs; kept by the store."""
         self.sealed = False
+        self._holed = False
         self._memory = bytearray()
         self._waiting: list[bytes] = []
         self._pins = _Pins()
@@ -54,7 +55,7 @@ class Segment:
         """A segment that is there already: the file at `path`, or `content` in memory."""
         segment = cls.__new__(cls)
         segment.path, segment.size, segment.checksum = path, sealed.size, sealed.checksum
-        segment.live_bytes, segment.sealed = 0, True
+        segment.live_bytes, segment.sealed, segment._holed = 0, True, False
         segment._memory, segment._waiting, segment._pins = bytearray(content or b""), [], _Pins()
         return segment
 
@@ -116,6 +117,24 @@ class Segment:
             logger.warning("%s: cannot be read (%s)", self.path, error)
             return b""
 
+    def is_there(self) -> bool:
+        """Whether the file has every byte that was flushed; not whether they are the same."""
+        if self.path is None:
+            return True
+        try:
+            return not self._holed and self.path.stat().st_size >= self._flushed
+        except OSError as error:
+            logger.warning("%s: cannot be read (%s)", self.path, error)
+            return False
+
+    def fill_up(self) -> None:
+        """Where the file is not there as `is_there` says, make it as long again, so that what follows finds its place;
+        raises OSError where that cannot be done."""
+        if self.path is not None and not self.is_there():
+            self._holed = True
+            with self.path.open("ab") as file:
+                file.truncate(self._flushed)
+
     def is_unchanged(self) -> bool:
         """Whether a sealed segment is what was sealed, every byte of it."""
         return checksum_of(self) == self.fixed
@@ -147,6 +166,10 @@ class Segment:
         if self._pins.doom():
             self._unlink()
 
+    @property
+    def _flushed(self) -> int:
+        return self.size - sum(map(len, self._waiting))
+
     def _unlink(self) -> None:
         self._memory.clear()
         if self.path is not None:
@@ -170,6 +193,23 @@ def records(segment: Segment) -> Iterator[tuple[int, bytes]]:
         offset += len(record)
     if left_out:
         logger.warning("%s: %d of %d bytes are no whole answers and are left out", segment.path, left_out, segment.size)
+
+
+def scan(segment: Segment) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of everything that its header says is a record, whole or not, as long as one follows that can be
+    told: a damaged one stands between whole ones, and what breaks off at the end is left out."""
+    offset = len(MAGIC)
+    while offset < segment.size:
+        record = _record_at(segment, offset)
+        follows = offset + len(record)
+        if not is_whole(record) and not (
+            len(record) > HEADER_BYTES
+            and len(record) == record_length(record)
+            and (follows == segment.size or is_whole(_record_at(segment, follows)))
+        ):
+            return
+        yield offset, record
+        offset = follows
 
 
 def open_unsealed(path: Path) -> Segment:

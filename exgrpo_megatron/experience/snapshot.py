@@ -19,6 +19,7 @@ from exgrpo_megatron.experience.files import FORMAT_KEY, GROUP_SIZE_KEY, SUMMARY
 from exgrpo_megatron.experience.ids import IdTable
 from exgrpo_megatron.experience.index import QuestionIndex
 from exgrpo_megatron.experience.segments import Segment
+from exgrpo_megatron.experience.stats_file import STATS_FILE, StatsSnapshot
 
 SEGMENT_FORMAT = 3
 SEGMENTS_FOLDER = "segments"
@@ -53,6 +54,8 @@ class CheckpointSnapshot:
     """On the one process that writes it."""
     answers: AnswersSnapshot | None
     """None where another process keeps this rank's answers."""
+    stats: StatsSnapshot | None = None
+    """On the process that writes the summary."""
 
     def save(self, folder: Path) -> list[Path]:
         """Write this process's files into `folder`, which is made if need be, and return them; in any thread, once."""
@@ -63,6 +66,9 @@ class CheckpointSnapshot:
         if self.summary is not None:
             write_summary(folder / SUMMARY_FILE, self.summary, SEGMENT_FORMAT)
             written.append(folder / SUMMARY_FILE)
+        if self.stats is not None:
+            self.stats.save(folder / STATS_FILE)
+            written.append(folder / STATS_FILE)
         return written
 
 

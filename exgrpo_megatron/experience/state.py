@@ -2,38 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from exgrpo_megatron.comm import Communicator, all_gather_concat
+import numpy as np
+
+from exgrpo_megatron.comm import Communicator, all_gather_concat, all_gather_union
 from exgrpo_megatron.config import ExperienceConfig
-from exgrpo_megatron.experience.changes import Change, Kept
+from exgrpo_megatron.experience.categories import Categories
+from exgrpo_megatron.experience.changes import Change, Kept, left_out
+from exgrpo_megatron.experience.difficulty import Rating, bucket_of
 from exgrpo_megatron.experience.eviction import Candidate, candidates, evict_of_question, first_to_go
 from exgrpo_megatron.experience.files import Row, Summary
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.index import QuestionIndex
 from exgrpo_megatron.experience.keeper import Keeper
 from exgrpo_megatron.experience.partition import shard_of
+from exgrpo_megatron.experience.question_stats import QuestionStats, StatsKept
 from exgrpo_megatron.experience.reports import MergeReport, RecordReport
 from exgrpo_megatron.experience.restore import Owner
-from exgrpo_megatron.types import StoredAnswer
+from exgrpo_megatron.types import Group, StoredAnswer
 
 
 class BufferState:
-    """The index and the counters, the same on every process, and the answers, which are not."""
+    """The index, the statistics and the counters, the same on every process, and the answers, which are not."""
 
-    def __init__(self, config: ExperienceConfig, group_size: int, comm: Communicator, keeper: Keeper) -> None:
+    def __init__(
+        self,
+        config: ExperienceConfig,
+        group_size: int,
+        comm: Communicator,
+        keeper: Keeper,
+        kept: StatsKept,
+        categories: Categories,
+    ) -> None:
         self.config, self.group_size, self.comm, self.keeper = config, group_size, comm, keeper
+        self.categories = categories
         self.owner = Owner(comm.rank, comm.size, keeps=comm.member == 0)
-        self.index = QuestionIndex(group_size)
+        self.index = self.new_index()
+        self.stats = QuestionStats(kept, self.index.ids)
         self.num_bytes = 0
         self.next_serial = 0
         self.num_damaged = 0
+        self.events: list[Event] = []
+        """What became of stored answers outside of `record`, until that reports it."""
+
+    def new_index(self) -> QuestionIndex:
+        """An empty one, to be filled from files before it takes the place of the other."""
+        with_entropies = self.config.entropy_percentile is not None
+        return QuestionIndex(self.group_size, self.categories, with_entropies=with_entropies)
+
+    @property
+    def rating(self) -> Rating:
+        """How hard questions are."""
+        return Rating(self.config.difficulty, self.group_size, self.stats)
 
     def take_serials(self, counts: Sequence[int]) -> list[int]:
         """The first serial of each of several lots of answers."""
         firsts = list(accumulate(counts, initial=self.next_serial))
         self.next_serial = firsts.pop()
         return firsts
+
+    def take_events(self) -> list[Event]:
+        """Those of since the last call."""
+        taken, self.events = self.events, []
+        return taken
 
     def own(self, question_id: str) -> tuple[StoredAnswer, ...]:
         """The answers of a question that this process owns."""
@@ -47,18 +80,65 @@ class BufferState:
         """The owner's part of a question that goes."""
         return self.keeper.forget(self.index.row(question_id))
 
+    def observe(self, groups: Sequence[Group], step: int) -> None:
+        """Everybody's part of what groups say of their questions, stored or not."""
+        for group in groups:
+            name = group.question.id
+            row = self.index.row(name)
+            self.stats.observe(row, group, step)
+            if not self.rating.is_bucket and name in self.index:
+                self.index.put(name, self.rating.bucket(row, group.num_correct), self.index.num_answers(name))
+
+    def rebucket(self) -> int:
+        """Everybody's part of questions from files, whose buckets may follow another definition of difficulty; returns
+        how many move."""
+        if self.rating.is_bucket:
+            return 0
+        buckets = self.index.buckets()
+        rates = self.rating.rates(np.arange(len(buckets)), buckets)
+        return self.index.rebucket(bucket_of(rates, self.group_size))
+
+    def entropy_limit(self) -> float:
+        """The lowest entropy of the question at `experience.entropy_percentile` among those stored."""
+        percentile = self.config.entropy_percentile
+        assert percentile is not None
+        place = max(int(np.ceil(percentile * len(self.index) / 100)) - 1, 0)
+        return float(np.partition(self.index.entropies, place)[place]) if len(self.index) else float("inf")
+
+    def refresh_entropies(self, question_ids: Iterable[str]) -> None:
+        """Ask the owners of questions, alike on every process, for the lowest entropies of their answers, where they
+        play a part. Collective."""
+        if self.config.entropy_percentile is None:
+            return
+        names = [name for name in dict.fromkeys(question_ids) if name in self.index]
+        store = self.keeper.store
+        mine = [
+            (place, store.entropies(self.index.row(name)).min())
+            for place, name in enumerate(names)
+            if self.owner.owns(name)
+        ]
+        places = np.array([place for place, _ in mine], np.int64)
+        values = np.array([value for _, value in mine], np.float32)
+        for part_places, part_values in self.comm.all_gather((places, values)):
+            rows = np.array([self.index.row(names[place]) for place in part_places.tolist()], np.int64)
+            self.index.set_entropies(rows, part_values)
+
     def apply(self, change: Change, kept: Kept, report: RecordReport) -> None:
         """Everybody's part of a change, when its owner has done his."""
-        report.stored += kept.stored
+        report.stored += len(kept.stored)
         report.duplicates += kept.duplicates
-        report.evicted_of_question += kept.evicted
+        report.evicted_of_question += len(kept.evicted)
+        report.events += left_out(change.question_id, kept.duplicates, "duplicate")
+        report.events += [Event(change.question_id, "stored", answer=serial) for serial in kept.stored]
+        report.events += evictions(change.question_id, kept.evicted)
         self.num_bytes += kept.num_bytes
         if change.solved:
             self.index.retire(change.question_id)
             if change.question_id in self.index:
                 self.index.remove(change.question_id)
         elif kept.num_answers:
-            self.index.put(change.question_id, change.bucket, kept.num_answers)
+            bucket = self.rating.bucket(self.index.row(change.question_id), change.bucket)
+            self.index.put(change.question_id, bucket, kept.num_answers)
 
     def enter(self, question_id: str, bucket: int, num_answers: int, kept: Kept | None, report: MergeReport) -> None:
         """Everybody's part of a question of another run, which had so many answers; `kept` is None where it is retired
@@ -68,40 +148,54 @@ class BufferState:
             return
         known = question_id in self.index
         if kept.num_answers:
-            self.index.put(question_id, self.index.bucket(question_id) if known else bucket, kept.num_answers)
+            row = self.index.row(question_id)
+            bucket = self.index.bucket(question_id) if known else self.rating.bucket(row, bucket)
+            self.index.put(question_id, bucket, kept.num_answers)
         report.questions += not known and kept.num_answers > 0
-        report.answers += kept.stored
+        report.answers += len(kept.stored)
         report.duplicates += kept.duplicates
-        report.evicted += kept.evicted
+        report.evicted += len(kept.evicted)
+        self.events += [Event(question_id, "prefilled", count=len(kept.stored))] if kept.stored else []
+        self.events += evictions(question_id, kept.evicted)
         self.num_bytes += kept.num_bytes
 
-    def hold_caps(self) -> tuple[int, int]:
-        """Evict what is beyond `experience.max_answers`, then beyond `experience.max_bytes`; how many for each.
+    def hold_caps(self) -> tuple[list[Event], list[Event]]:
+        """Evict what is beyond `experience.max_answers`, then beyond `experience.max_bytes`; which answers for each.
         Collective."""
         max_answers, max_bytes = self.config.max_answers, self.config.max_bytes
-        for_answers = for_bytes = 0
+        for_answers, for_bytes = [], []
         if max_answers is not None and self.index.total_answers > max_answers:
-            for_answers = self._evict(self.index.total_answers - max_answers, 0)
+            for_answers = self._evict(self.index.total_answers - max_answers, 0, "max_answers")
         if max_bytes is not None and self.num_bytes > max_bytes:
-            for_bytes = self._evict(0, self.num_bytes - max_bytes)
+            for_bytes = self._evict(0, self.num_bytes - max_bytes, "max_bytes")
         return for_answers, for_bytes
 
     def hold_question_cap(self) -> int:
         """Evict what is beyond `experience.max_answers_per_question` anywhere; how many. A run keeps to it as it stores
-        answers, but may go on from one that had another."""
+        answers, but may go on from one that had another. Collective."""
         cap, before = self.config.max_answers_per_question, self.index.total_answers
-        if cap is not None:
-            for name, bucket in [item for item in self.index.items() if self.index.num_answers(item[0]) > cap]:
-                if self.owner.owns(name):
-                    evict_of_question(self.keeper.store, self.index.row(name), cap, self.config.eviction)
-                self.index.put(name, bucket, cap)
+        if cap is None:
+            return 0
+        mine = {}
+        beyond = [item for item in self.index.items() if self.index.num_answers(item[0]) > cap]
+        for name, bucket in beyond:
+            if self.owner.owns(name):
+                mine[name] = evict_of_question(self.keeper.store, self.index.row(name), cap, self.config.eviction)
+            self.index.put(name, bucket, cap)
+        evicted = all_gather_union(self.comm, mine)
+        self.refresh_entropies(name for name, _ in beyond)
+        self.events += [event for name, _ in beyond for event in evictions(name, evicted[name])]
         return before - self.index.total_answers
 
     def lose(self, lost: Mapping[str, int]) -> None:
-        """Everybody's part of answers that their owners found damaged."""
+        """Everybody's part of answers that their owners found damaged, and have dropped. Collective."""
         for question_id in sorted(lost):
             self._forget_some(question_id, lost[question_id])
             self.num_damaged += lost[question_id]
+            self.events.append(Event(question_id, "lost", count=lost[question_id]))
+        if lost:
+            self.refresh_entropies(sorted(lost))
+            self.count_bytes()
 
     def count_bytes(self) -> None:
         """Collective."""
@@ -124,8 +218,8 @@ class BufferState:
             next_serial=self.next_serial,
         )
 
-    def _evict(self, answers: int, length: int) -> int:
-        """So many answers, or so many bytes, whoever keeps them; returns the number of answers."""
+    def _evict(self, answers: int, length: int, key: str) -> list[Event]:
+        """So many answers, or so many bytes, whoever keeps them; `key` is that of the limit."""
         store = self.keeper.store
         proposed = all_gather_concat(
             self.comm, candidates(store, self.index.ids, self.config.eviction, answers, length)
@@ -133,7 +227,8 @@ class BufferState:
         going = first_to_go(proposed, answers, length)
         for candidate in going:
             self._drop(candidate)
-        return len(going)
+        self.refresh_entropies(candidate.question_id for candidate in going)
+        return [event for one in going for event in evictions(one.question_id, (one.serial,), key)]
 
     def _drop(self, candidate: Candidate) -> None:
         if self.owner.owns(candidate.question_id):
@@ -147,3 +242,8 @@ class BufferState:
             self.index.put(question_id, self.index.bucket(question_id), left)
         else:
             self.index.remove(question_id)
+
+
+def evictions(question_id: str, serials: Sequence[int], key: str = "max_answers_per_question") -> list[Event]:
+    """Answers that went by the limit `experience.<key>`."""
+    return [Event(question_id, "evicted", answer=serial, reason=key) for serial in serials]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def as_text_answer(
     token_ids = as_text_tokens(answer.token_ids, tokenizer_decode, tokenizer_encode, eos_text, eos_id)
     invented = max(0, len(token_ids) - len(answer.logprobs))
     logprobs = np.pad(answer.logprobs[: len(token_ids)], (0, invented))
-    return StoredAnswer(token_ids, logprobs, answer.policy_version, answer.step), invented
+    return replace(answer, token_ids=token_ids, logprobs=logprobs), invented
 
 
 def as_text_tokens(

@@ -19,6 +19,7 @@ from torch import Tensor
 from exgrpo_kernels import fused
 from exgrpo_kernels.fused import OutputHead
 from exgrpo_kernels.reference import Objective
+from exgrpo_megatron.algorithm.importance import replayed_answers
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from exgrpo_megatron.policy import backend, checkpoint, layers, schedule
@@ -105,13 +106,15 @@ class MegatronActor:
         *,
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
+        lr_multiplier: float = 1.0,
     ) -> UpdateResult:
         """Take one optimiser step on the sequences of all data-parallel ranks together; collective over all processes.
 
         Minimises the sum over all response tokens of `policy_weight * term - entropy_weight * entropy`: nothing is
         averaged, so the result depends neither on micro-batches nor on ranks. `sequences` is this rank's share and may
         be empty. `micro_batch_entropy_coeff` adds that coefficient times the mean entropy of each micro-batch over the
-        number of data-parallel ranks, as the released code does; the result then does depend on both.
+        number of data-parallel ranks, as the released code does; the result then does depend on both. `lr_multiplier`
+        multiplies the schedule's learning rate in this step.
         """
         batches = self._micro_batches(list(pairs(sequences)), train=True)
         for chunk in self._model:
@@ -138,8 +141,10 @@ class MegatronActor:
             loss=total_loss,
             max_norm=self._policy.max_grad_norm,
             skip_above=self._policy.skip_grad_norm_above,
+            lr_multiplier=lr_multiplier,
         )
         self.version += not step.skipped
+        terms = _loss_terms(sequences, batches, outputs)
         return UpdateResult(
             loss=total_loss,
             grad_norm=step.grad_norm,
@@ -147,7 +152,8 @@ class MegatronActor:
             learning_rate=step.learning_rate,
             num_positions=sum(batch.num_positions for batch in batches),
             num_padding=sum(batch.num_padding for batch in batches),
-            terms=_loss_terms(sequences, batches, outputs),
+            terms=terms,
+            replayed=replayed_answers(sequences, terms),
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -75,20 +75,30 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
 
 
 def apply_gradients(
-    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, loss: float, max_norm: float, skip_above: float
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    *,
+    loss: float,
+    max_norm: float,
+    skip_above: float,
+    lr_multiplier: float = 1.0,
 ) -> Step:
     """Clip the gradients to `max_norm` and take one step; do nothing where the norm is above `skip_above`, or the norm
     or the `loss` is not finite.
 
     A skipped step leaves weights, optimizer state and schedule as they were. Every rank decides alike, because the
-    norm is that of the whole, already reduced gradient, and the loss that of all ranks.
+    norm is that of the whole, already reduced gradient, and the loss that of all ranks. The learning rate of this step
+    alone is multiplied by `lr_multiplier`.
     """
-    rate = learning_rate(optimizer)
+    rate = learning_rate(optimizer) * lr_multiplier
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     # A ratio that is NaN shows in the loss alone with the reference kernel: autograd of the clamp gives it no gradient.
     if overflow or not math.isfinite(norm) or norm > skip_above or not math.isfinite(loss):
         return Step(grad_norm=norm, skipped=True, learning_rate=rate)
+    if lr_multiplier != 1:  # the schedule sets them anew below
+        for group in optimizer.param_groups:
+            group["lr"] *= lr_multiplier
     clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm, norm)
     optimizer.step_with_ready_grads()
     scheduler.step(1)

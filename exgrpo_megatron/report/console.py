@@ -104,17 +104,31 @@ def step_parts(metrics: Metrics) -> list[str]:
     formats: list[tuple[str, Callable[[float], str]]] = [
         ("reward/pass_rate_fresh", lambda value: f"new pass {value:.1%}"),
         ("experience/replayed_questions", lambda value: f"replayed {value:.0f}"),
+        ("replay_step/answers", lambda value: f"replay step {value:.0f} a"),
         ("experience/retired", lambda value: f"retired {value:.0f}"),
         ("experience/buffer_questions", lambda value: _buffer(value, metrics)),
         ("policy/entropy", lambda value: f"entropy {value:.3f}"),
-        ("ratio_replayed/p50", lambda value: _ratio(value, metrics)),
+        ("ratio_replayed/p50", lambda value: _ratio("ratio_replayed", value, metrics)),
+        ("ratio_replay_step/p50", lambda value: _ratio("ratio_replay_step", value, metrics)),
         ("policy/skipped_updates", lambda value: f"SKIPPED updates {value:.0f}" if value else ""),
+        ("replay_step/skipped_updates", lambda value: f"SKIPPED replay steps {value:.0f}" if value else ""),
         ("reward/timeout", lambda value: f"reward time-outs {value:.0f}" if value else ""),
         ("reward/error", lambda value: f"reward ERRORS {value:.0f}" if value else ""),
+        ("budget/answers", lambda value: f"spent {format_count(value)} a"),
         ("rollout/tokens_per_s", lambda value: f"{format_count(value)} tok/s"),
         ("time/step_s", lambda value: f"{value:.2f} s/step"),
     ]
     return [text for name, form in formats if name in metrics and (text := form(metrics[name]))]
+
+
+def budget_text(metrics: Metrics) -> str:
+    """What a run has spent up to a step; empty where the step says nothing of it."""
+    if "budget/answers" not in metrics:
+        return ""
+    answers, tokens, stored, steps = (
+        f"{metrics[f'budget/{name}']:,.0f}" for name in ("answers", "tokens", "stored_answers", "optimizer_steps")
+    )
+    return f"{answers} answers ({tokens} tokens) generated, {stored} stored ones trained on, {steps} optimiser steps"
 
 
 def evaluation_line(step: int, metrics: Metrics, temperature: float) -> str:
@@ -147,6 +161,6 @@ def _buffer(questions: float, metrics: Metrics) -> str:
     return f"buffer {questions:.0f} q" + ("" if answers is None else f" {answers:.0f} a")
 
 
-def _ratio(median: float, metrics: Metrics) -> str:
-    low, high = (metrics.get(f"ratio_replayed/{stat}", float("nan")) for stat in ("p01", "p99"))
+def _ratio(name: str, median: float, metrics: Metrics) -> str:
+    low, high = (metrics.get(f"{name}/{stat}", float("nan")) for stat in ("p01", "p99"))
     return f"ratio {median:.2f} ({low:.2f}-{high:.2f})"

@@ -73,8 +73,19 @@ def _share_steps(ax: Axes, run: RunData) -> None:
 
 def _title(run: RunData) -> str:
     done, total = int(run.records[-1]["step"]), run.config.grpo.max_num_steps
-    parts = [run.name, f"variant {run.config.variant}" if run.config.experience.enabled else "on-policy, no replay"]
+    parts = [run.name, _method(run)]
     parts.append(f"{done} steps" if done >= total else f"step {done} of {total}")
     if run.replay_start is not None:
         parts.append(f"dotted line: replay starts at step {run.replay_start:.0f}")
+    spent = run.series("budget/answers")
+    if len(spent):
+        parts.append(f"{spent.values[-1]:,.0f} answers generated")
     return "   |   ".join(parts)
+
+
+def _method(run: RunData) -> str:
+    experience = run.config.experience
+    if not experience.enabled:
+        return "on-policy, no replay"
+    words = {"exgrpo": "", "replay_step": ", replay step", "both": ", with replay step"}
+    return f"variant {run.config.variant}{words[experience.strategy]}"

@@ -20,9 +20,10 @@ TIME_PARTS: dict[str, str] = {
     "rollout": "#74c0fc",
     "reward": "#69db7c",
     "old_logprobs": "#ffe066",
-    "update": "#ffa94d",
-    "push": "#f783ac",
     "record": "#868e96",
+    "update": "#ffa94d",
+    "replay_step": "#e8590c",
+    "push": "#f783ac",
 }
 """Parts of a step in their order, with their colour: `time/<part>_s`."""
 
@@ -44,8 +45,11 @@ def draw_pass_rate(ax: Axes, run: RunData) -> None:
         held_out = run.series(name)
         if len(held_out):
             ax.plot(held_out.steps, held_out.values, style, color=color, ms=4, lw=1.4, label=label)
-    start = run.config.experience.start_pass_rate
-    if run.config.experience.enabled and start is not None:
+    experience = run.config.experience
+    start = experience.start_pass_rate if experience.in_groups else None
+    if experience.in_steps and start is None:
+        start = experience.replay_step.start_pass_rate
+    if start is not None:
         ax.axhline(start, color=GREEN, lw=0.9, ls="--", label=f"replay starts above {start:.0%}")
     _legend(ax)
 
@@ -90,9 +94,10 @@ def draw_buffer(ax: Axes, run: RunData) -> None:
 
 
 def draw_ratios(ax: Axes, run: RunData) -> None:
-    """Quantile band of the replayed tokens' ratio, on a log scale."""
+    """Quantile band of the replayed tokens' ratio, those of groups if there are any, on a log scale."""
     ax.set_title("Ratio of replayed tokens (new / recorded)")
-    p01, p50, p99 = (run.series(f"ratio_replayed/{stat}") for stat in ("p01", "p50", "p99"))
+    name = "ratio_replayed" if len(run.series("ratio_replayed/p50")) else "ratio_replay_step"
+    p01, p50, p99 = (run.series(f"{name}/{stat}") for stat in ("p01", "p50", "p99"))
     if not len(p50):
         _nothing(ax, _without_replay(run, "nothing replayed yet"))
         return
@@ -104,7 +109,7 @@ def draw_ratios(ax: Axes, run: RunData) -> None:
         ax.vlines(p50.steps, p01.values, p99.values, color=ORANGE, alpha=0.4, lw=6, label="1% to 99%")
     _line(ax, p50.steps, p50.values, color=ORANGE, label="median")
     for stat, color in (("max", INK), ("min", GREY)):
-        extreme = run.series(f"ratio_replayed/{stat}")
+        extreme = run.series(f"{name}/{stat}")
         ax.plot(extreme.steps, extreme.values, ".", color=color, ms=4, label=stat)
     ax.set_ylim(bottom=ax.get_ylim()[0] / 4)
     _legend(ax, loc="lower right", ncols=4)
@@ -167,9 +172,15 @@ def draw_health(ax: Axes, run: RunData) -> None:
         return
     _log_scale(ax)
     _line(ax, norm.steps, norm.values, color=INK, label="gradient norm")
+    of_steps = run.series("replay_step/grad_norm")
+    _line(ax, of_steps.steps, of_steps.values, color=GREEN, label="gradient norm, replay step")
     bound = run.config.policy.max_grad_norm
     ax.axhline(bound, color=INK, lw=0.8, ls="--", label=f"clipped to {bound:g}")
-    for name, color, label in (("ratio_fresh", BLUE, "new tokens"), ("ratio_replayed", ORANGE, "replayed tokens")):
+    for name, color, label in (
+        ("ratio_fresh", BLUE, "new tokens"),
+        ("ratio_replayed", ORANGE, "replayed tokens"),
+        ("ratio_replay_step", AMBER, "replay step"),
+    ):
         largest = run.series(f"{name}/max")
         _line(ax, largest.steps, largest.values, color=color, lw=1.0, label=f"max ratio, {label}")
     for i, step in enumerate(skipped.steps[skipped.values > 0]):

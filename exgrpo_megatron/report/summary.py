@@ -24,6 +24,7 @@ def run_summary(
     after: Mapping[str, float],
     paths: Mapping[str, Path | None],
     next_command: str,
+    budget: str = "",
     elapsed_s: float | None = None,
     temperature: float = 1.0,
     console: Console | None = None,
@@ -31,14 +32,15 @@ def run_summary(
     """Print how the held-out pass rate moved, where everything lies, and what to try next.
 
     `before` and `after` are `validation/...` metrics, empty where there was no evaluation; `paths` by what they hold,
-    such as {"dashboard": Path(...)}, None for what was not written.
+    such as {"dashboard": Path(...)}, None for what was not written; `budget` says what was spent, if anything was.
     """
     console = console or Console()
     title = "finished" if elapsed_s is None else f"finished in {format_duration(elapsed_s)}"
     console.print(Panel(pass_rate_table(before, after, temperature), title=title, expand=False, padding=(1, 2)))
     # Outside the panel, which would break long paths: these lines are there to be copied.
-    width = max(map(len, [*paths, "next"]))
+    width = max(map(len, [*paths, "budget", "next"]))
     lines = {
+        **({"budget": budget} if budget else {}),
         **{what: "not written" if path is None else str(path) for what, path in paths.items()},
         "next": next_command,
     }

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from exgrpo_megatron.config import VARIANTS, Config
+from exgrpo_megatron.evaluation_request import QuestionsOf
 from exgrpo_megatron.recipe import Option, derived_table, yaml_text
 from exgrpo_megatron.report.summary import categories, headline_words
 
@@ -58,9 +59,12 @@ def option_line(option: Option) -> str:
     return f"{option.name} = {_default(option)}: {option.meaning}"
 
 
-def evaluation_table(metrics: Mapping[str, float], num_questions: int, temperature: float) -> Table:
-    """Held-out pass rates of one evaluation, over all questions and by category."""
-    table = Table(title="held-out pass rate", title_justify="left", box=None, pad_edge=False)
+def evaluation_table(
+    metrics: Mapping[str, float], num_questions: int, temperature: float, questions: QuestionsOf
+) -> Table:
+    """Pass rates of one evaluation, over all questions and by category."""
+    title = "held-out pass rate" if questions is QuestionsOf.validation else "training pass rate"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("questions")
     words = headline_words(temperature)
     for word in words.values():

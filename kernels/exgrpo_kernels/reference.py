@@ -10,6 +10,19 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Shaping = Literal["ratio", "normalized_ratio", "none", "sqrt", "clip", "log_prob"]
+"""What replayed tokens have in place of the ratio w, b being `Objective.shaping_beta`.
+
+| name | term | push: its derivative in the log-prob | at w = 1 | at most |
+|---|---|---|---|---|
+| `ratio` | w / (w + b) | w b / (w + b)^2 | b / (1 + b)^2 | 1/4, at w = b |
+| `normalized_ratio` | (1 + b)^2 / b x w / (w + b) | w (1 + b)^2 / (w + b)^2 | 1 | (1 + b)^2 / 4b, at w = b |
+| `none` | w | w | 1 | no bound |
+| `sqrt` | square root of w | half of that | 1/2 | no bound |
+| `clip` | w, clipped as PPO does | w, or 0 where it is clipped | 1 | 1 + clip_max for an advantage above 0 |
+| `log_prob` | the log-prob | 1 | 1 | 1 |
+"""
+
 # Its exponential is 0 in float32 and float64.
 _LOWEST_EXPONENT = -1e4
 
@@ -21,14 +34,15 @@ class Objective:
     kind: Literal["ratio", "nll"] = "ratio"
     """`ratio`: importance ratio times advantage. `nll`: supervised, `-advantage * logprob`; the rest is unused."""
     clip: bool = True
-    """PPO clip of fresh tokens; replayed tokens are never clipped."""
+    """PPO clip of fresh tokens; replayed tokens are clipped by `shaping` alone."""
     clip_min: float = 0.2
     clip_max: float = 0.2
-    shaping: bool = True
-    """Replayed tokens use `f(w) = w / (w + shaping_beta)` in place of the ratio `w`."""
+    shaping: Shaping = "ratio"
+    """What replayed tokens have in place of the ratio."""
     shaping_beta: float = 0.1
     max_abs_log_ratio: float = 20.0
-    """Log-ratios are clamped to +- this before exp; a clamped token has no gradient."""
+    """Log-ratios are clamped to +- this before exp; a clamped token has no gradient, unless no ratio is used of it
+    (`log_prob`)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,7 @@ class TokenTerms:
     clipped: Bool[Tensor, " tokens"]
     """The PPO clip removed this token's gradient."""
     clamped: Bool[Tensor, " tokens"]
-    """The log-ratio was beyond `max_abs_log_ratio`."""
+    """The log-ratio was beyond `max_abs_log_ratio`, and was used."""
 
 
 def logprob_entropy(
@@ -110,21 +124,44 @@ def token_terms(
     bound = objective.max_abs_log_ratio
     ratio = log_ratio.clamp(-bound, bound).exp()
     plain = -advantages * ratio
-    fresh = plain
-    if objective.clip:
-        fresh = torch.maximum(plain, -advantages * ratio.clamp(1 - objective.clip_min, 1 + objective.clip_max))
-    off_policy = -advantages * shaping(ratio, objective.shaping_beta) if objective.shaping else plain
+    bounded = torch.maximum(plain, -advantages * ratio.clamp(1 - objective.clip_min, 1 + objective.clip_max))
+    fresh = bounded if objective.clip else plain
+    off_policy, beyond = plain, log_ratio.detach().abs() > bound
+    match objective.shaping:
+        case "clip":
+            off_policy = bounded
+        case "log_prob":
+            off_policy, beyond = -advantages * logprobs, beyond & ~replayed
+        case kind if kind != "none":
+            off_policy = -advantages * shaping(ratio, objective.shaping_beta, kind)
+    policy_loss = torch.where(replayed, off_policy, fresh)
+    may_be_clipped = torch.where(replayed, objective.shaping == "clip", objective.clip)
     return TokenTerms(
-        policy_loss=torch.where(replayed, off_policy, fresh),
+        policy_loss=policy_loss,
         log_ratio=log_ratio.detach(),
-        clipped=(fresh > plain) & ~replayed,
-        clamped=log_ratio.detach().abs() > bound,
+        clipped=(bounded > plain) & may_be_clipped,
+        clamped=beyond,
     )
 
 
-def shaping(w: Float[Tensor, "*shape"], beta: float) -> Float[Tensor, "*shape"]:
-    """`f(w) = w / (w + beta)`: bounded by 1, and its gradient weight `w f'(w)` is largest (0.25) at `w = beta`."""
-    return w / (w + beta)
+def shaping(w: Float[Tensor, "*shape"], beta: float, kind: Shaping = "ratio") -> Float[Tensor, "*shape"]:
+    """The term of a ratio w, see `Shaping`; w itself where it is not shaped.
+
+    `ratio` is f(w) of arXiv:2510.02245, bounded by 1.
+    """
+    match kind:
+        case "ratio":
+            return w / (w + beta)
+        case "normalized_ratio":
+            return w / (w + beta) * shaping_factor(beta, kind)
+        case "sqrt":
+            return w.sqrt()
+    return w
+
+
+def shaping_factor(beta: float, kind: Shaping) -> float:
+    """What `normalized_ratio` multiplies f(w) by, so that its push is 1 at w = 1; 1 for the others."""
+    return (1 + beta) ** 2 / beta if kind == "normalized_ratio" else 1.0
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -111,17 +111,21 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _slopes(terms: TokenTerms, inputs: LossInputs, objective: Objective) -> Tensor:
-    """d loss / d logprob of each token, in closed form: -A w of a plain ratio w, -A f'(w) w = -A f(w) beta / (w + beta)
-    of a shaped one, 0 where the loss is flat."""
+    """d loss / d logprob of each token, in closed form: the loss itself, -A w, of a plain ratio w, its product with
+    beta / (w + beta) for f(w) and with 1/2 for the square root, -A for the log-prob, and 0 where the loss is flat."""
     if objective.kind == "nll":
         return -inputs.advantages.to(terms.log_ratio.dtype) * inputs.policy_weights
     bound, beta = objective.max_abs_log_ratio, objective.shaping_beta
-    if objective.shaping:
-        ratio = terms.log_ratio.clamp(-bound, bound).exp_()
-        falling = terms.policy_loss * (beta / (ratio + beta))
-        slopes = falling.where(inputs.replayed, terms.policy_loss)
-    else:
-        slopes = terms.policy_loss.clone()
+    replayed = terms.policy_loss
+    match objective.shaping:
+        case "ratio" | "normalized_ratio":
+            ratio = terms.log_ratio.clamp(-bound, bound).exp_()
+            replayed = terms.policy_loss * (beta / (ratio + beta))
+        case "sqrt":
+            replayed = 0.5 * terms.policy_loss
+        case "log_prob":
+            replayed = -inputs.advantages.to(terms.log_ratio.dtype)
+    slopes = replayed.where(inputs.replayed, terms.policy_loss)
     return slopes.masked_fill_(terms.clipped | terms.clamped, 0.0).mul_(inputs.policy_weights)
 
 

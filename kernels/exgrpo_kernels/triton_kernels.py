@@ -24,16 +24,26 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from exgrpo_kernels import triton_rows, triton_tokens
+from exgrpo_kernels.reference import shaping_factor
 from exgrpo_kernels.types import TokenLoss
 
 if TYPE_CHECKING:
-    from exgrpo_kernels.reference import Objective
+    from exgrpo_kernels.reference import Objective, Shaping
     from exgrpo_kernels.types import LossInputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS_PER_PROGRAM = 128
 """Tokens of one program where no logits are read: one a thread."""
 _FIELDS = 5  # numbers of a row that the gradient needs, see triton_tokens
+# The two of f(w) are one to the kernel, which is told their factor.
+_SHAPINGS: dict[Shaping, str] = {
+    "ratio": "ratio",
+    "normalized_ratio": "ratio",
+    "none": "none",
+    "sqrt": "sqrt",
+    "clip": "clip",
+    "log_prob": "log_prob",
+}
 
 
 @dataclass(frozen=True)
@@ -144,10 +154,11 @@ def loss_and_gradient(
                 float(1 - objective.clip_min),
                 float(1 + objective.clip_max),
                 float(objective.shaping_beta),
+                float(shaping_factor(objective.shaping_beta, objective.shaping)),
                 float(objective.max_abs_log_ratio),
                 NLL=objective.kind == "nll",
                 CLIP=objective.clip,
-                SHAPING=objective.shaping,
+                SHAPING=_SHAPINGS[objective.shaping],
                 HAS_ENTROPY=inputs.entropy_weights is not None,
                 ROWS=ROWS_PER_PROGRAM,
             )

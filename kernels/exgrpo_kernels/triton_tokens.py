@@ -31,6 +31,7 @@ def loss_kernel(
     clip_low,
     clip_high,
     shaping_beta,
+    shaping_factor,
     max_abs_log_ratio,
     NLL: tl.constexpr,
     CLIP: tl.constexpr,
@@ -60,14 +61,27 @@ def loss_kernel(
         fresh_slope = fresh
         off_policy = fresh
         off_policy_slope = fresh
-        if SHAPING:
-            off_policy = -advantage * (ratio / (ratio + shaping_beta))
+        bounded = -advantage * _clamp(ratio, clip_low, clip_high)
+        clipped_term = tl.maximum(fresh, bounded, propagate_nan=tl.PropagateNan.ALL)
+        clipped_slope = tl.where(bounded > fresh, 0.0, fresh)
+        if SHAPING == "ratio":
+            off_policy = -advantage * (ratio / (ratio + shaping_beta) * shaping_factor)
             off_policy_slope = off_policy * (shaping_beta / (ratio + shaping_beta))
+        if SHAPING == "sqrt":
+            off_policy = -advantage * tl.sqrt(ratio)
+            off_policy_slope = 0.5 * off_policy
+        if SHAPING == "log_prob":
+            off_policy = -advantage * logprob
+            off_policy_slope = -advantage
+            is_clamped = is_clamped & (is_replayed == 0)
+        if SHAPING == "clip":
+            is_clipped = (bounded > fresh) & is_replayed
+            off_policy = clipped_term
+            off_policy_slope = clipped_slope
         if CLIP:
-            bounded = -advantage * _clamp(ratio, clip_low, clip_high)
-            is_clipped = (bounded > fresh) & (is_replayed == 0)
-            fresh_slope = tl.where(bounded > fresh, 0.0, fresh)
-            fresh = tl.maximum(fresh, bounded, propagate_nan=tl.PropagateNan.ALL)
+            is_clipped = is_clipped | ((bounded > fresh) & (is_replayed == 0))
+            fresh_slope = clipped_slope
+            fresh = clipped_term
         term = tl.where(is_replayed, off_policy, fresh)
         slope = tl.where(is_replayed, off_policy_slope, fresh_slope)
         slope = tl.where(is_clamped, 0.0, slope)

@@ -45,6 +45,7 @@ def main() -> None:
             )
             record[f"{bonus} {size}"] = trainer.step().metrics
         record["few"] = few_questions(own, model, comm)
+        record["replay step"] = replay_steps(own, model, comm)
     if comm.rank == 0:
         (folder / "record.json").write_text(json.dumps(record))
     comm.barrier()
@@ -66,6 +67,19 @@ def few_questions(folder, model, comm):
     everyone = comm.all_gather([[member.token_ids.tolist() for member in r.groups[0].trajectories] for r in results])
     assert all(own == everyone[0] for own in everyone)
     return [result.metrics for result in results]
+
+
+def replay_steps(folder, model, comm):
+    """Two steps with a replay step of an odd number of answers each."""
+    trainer = build_trainer(
+        folder,
+        half_right,
+        comm=comm,
+        policy={"model_name": model},
+        experience={"strategy": "both", "replay_step": {"size": 0.32}},
+    )
+    plant(trainer, "q1", [right("q1"), right("q1", 1)])
+    return [trainer.step().metrics for _ in range(2)]
 
 
 if __name__ == "__main__":

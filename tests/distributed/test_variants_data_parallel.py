@@ -65,3 +65,14 @@ def test_a_rank_without_questions_takes_part(records):
     for mine, theirs in zip(two, one, strict=True):
         for name in ("policy/loss", "policy/grad_norm", "policy/entropy", "rollout/tokens", "reward/pass_rate"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+def test_a_replay_step_does_not_depend_on_the_number_of_ranks(records):
+    one, two = (record["replay step"] for record in records)
+    # q1, replayed in step 1, and three new questions; then more than floor(0.32 x 16) are stored.
+    assert [step["replay_step/answers"] for step in two] == [4, 5]
+    for mine, theirs in zip(two, one, strict=True):
+        names = [name for name in mine if name.startswith(("replay_step/", "ratio_replay_step/", "budget/"))]
+        assert len(names) > 15
+        for name in [*names, "policy/loss", "policy/grad_norm", "experience/stored_answers"]:
+            assert mine[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-6), name

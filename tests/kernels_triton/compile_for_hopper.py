@@ -32,11 +32,14 @@ KERNELS = {
 }
 POINTERS = ("logits", "targets", "statistics", "coefficients")
 OBJECTIVES = {
-    "nll": {"NLL": True, "CLIP": True, "SHAPING": True},
-    "clip and shaping": {"NLL": False, "CLIP": True, "SHAPING": True},
-    "clip": {"NLL": False, "CLIP": True, "SHAPING": False},
-    "shaping": {"NLL": False, "CLIP": False, "SHAPING": True},
-    "ratio": {"NLL": False, "CLIP": False, "SHAPING": False},
+    "nll": {"NLL": True, "CLIP": True, "SHAPING": "ratio"},
+    "clip and shaping": {"NLL": False, "CLIP": True, "SHAPING": "ratio"},
+    "clip": {"NLL": False, "CLIP": True, "SHAPING": "none"},
+    "shaping": {"NLL": False, "CLIP": False, "SHAPING": "ratio"},
+    "ratio": {"NLL": False, "CLIP": False, "SHAPING": "none"},
+    "square root": {"NLL": False, "CLIP": True, "SHAPING": "sqrt"},
+    "replayed clipped": {"NLL": False, "CLIP": False, "SHAPING": "clip"},
+    "log-prob": {"NLL": False, "CLIP": True, "SHAPING": "log_prob"},
 }
 
 
@@ -128,9 +131,11 @@ def _of_rows(
     )
 
 
-def _loss(name: str, objective: dict[str, bool], has_entropy: bool, ranks: int) -> Variant:
+def _loss(name: str, objective: dict[str, bool | str], has_entropy: bool, ranks: int) -> Variant:
     floats = ("old_logprobs", "advantages", "policy_weights", "logprobs", "entropies", "log_ratios", "losses")
-    scalars = ("inverse_temperature", "scale", "clip_low", "clip_high", "shaping_beta", "max_abs_log_ratio")
+    scalars = (
+        "inverse_temperature", "scale", "clip_low", "clip_high", "shaping_beta", "shaping_factor", "max_abs_log_ratio"
+    )  # fmt: skip
     types = dict.fromkeys(("statistics", *floats, "coefficients"), "*fp32")
     types |= dict.fromkeys(("replayed", "clipped", "clamped"), "*u8") | dict.fromkeys(scalars, "fp32")
     types |= {"num_rows": "i32"}

@@ -19,9 +19,13 @@ pytestmark = [*needs_interpreter, pytest.mark.filterwarnings("ignore:.*encounter
 
 OBJECTIVES = {
     "clip and shaping": Objective(clip_min=0.2, clip_max=0.28),
-    "clip alone": Objective(shaping=False),
+    "clip alone": Objective(shaping="none"),
     "shaping alone": Objective(clip=False, shaping_beta=0.3),
-    "plain ratio": Objective(clip=False, shaping=False),
+    "plain ratio": Objective(clip=False, shaping="none"),
+    "normalized ratio": Objective(shaping="normalized_ratio", max_abs_log_ratio=0.5),
+    "square root": Objective(shaping="sqrt", max_abs_log_ratio=0.5),
+    "replayed clipped": Objective(clip=False, shaping="clip"),
+    "log-prob": Objective(shaping="log_prob", max_abs_log_ratio=0.5),
     "supervised": Objective(kind="nll"),
 }
 

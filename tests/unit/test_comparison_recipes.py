@@ -15,9 +15,11 @@ DIFFERENCES = {
     "ablations/random_answer": ["experience.answer_choice: lowest_mean_entropy -> random"],
     "ablations/lowest_perplexity": ["experience.answer_choice: lowest_mean_entropy -> lowest_perplexity"],
     "ablations/without_shaping": ["experience.shaping: ratio -> none"],
+    "ablations/without_correction": ["experience.shaping: ratio -> log_prob"],
     "ablations/without_delayed_start": ["experience.start_pass_rate: 0.35 -> null"],
     "ablations/replay_ratio_25": ["experience.replay_ratio: 0.5 -> 0.25"],
     "ablations/replay_ratio_75": ["experience.replay_ratio: 0.5 -> 0.75"],
+    "ablations/return_retired": ['experience.return_retired: null -> {"share": 0.1, "period": 25}'],
     "ablations/accuracy_sigma_0.5": [
         "experience.bucket_weight: counts -> accuracy",
         "experience.bucket_sigma: 1.0 -> 0.5",
@@ -70,5 +72,5 @@ def test_the_recipe_of_a_variant_changes_every_switch_of_it(variant: str):
 
 
 def test_every_recipe_of_comparisons_is_here():
-    files = {f"{path.parent.name}/{path.stem}" for path in RECIPES.glob("*/*.yaml")}
+    files = {f"{name}/{path.stem}" for name in ("ablations", "baselines") for path in (RECIPES / name).iterdir()}
     assert files == {*DIFFERENCES, "ablations/variant_paper", "ablations/variant_code"}

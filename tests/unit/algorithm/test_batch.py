@@ -112,12 +112,12 @@ def test_new_tokens_are_clipped_on_policy_and_in_the_mixed_phase_as_the_variant_
 def test_the_objective_takes_its_constants_from_the_recipe():
     loaded = config(
         loss_fn={"ratio_clip_min": 0.3, "ratio_clip_max": 0.28, "max_abs_log_ratio": 5.0},
-        experience={"shaping": "none", "shaping_beta": 0.2},
+        experience={"shaping": "sqrt"},
     )
     got = objective(loaded, mixed=True)
     assert (got.kind, got.clip_min, got.clip_max, got.max_abs_log_ratio) == ("ratio", 0.3, 0.28, 5.0)
-    assert (got.shaping, got.shaping_beta) == (False, 0.2)
-    assert objective(config(), mixed=True).shaping
+    assert (got.shaping, got.shaping_beta) == ("sqrt", 0.1)
+    assert objective(config(), mixed=True).shaping == "ratio"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ FILES = [
     "policy/__0_0.distcp",
     "experience/experience.json",
     "experience/index-00000-of-00001.parquet",
+    "experience/questions.parquet",
 ]
 
 

@@ -87,6 +87,48 @@ def test_a_checkpoint_and_its_export_evaluate_alike(exgrpo, trained):
     assert ours.read_text() == exported.read_text()
 
 
+def test_eval_of_training_questions_measures_pass_rates_and_token_entropies(exgrpo, trained):
+    """The entropies are those of transformers on the export: -sum p log p over the vocabulary, token by token."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result = exgrpo("eval", "recipe.yaml", "--questions", "train", "--entropy", "eval.num_tests_per_prompt=3")
+    assert result.code == 0, result.err
+    assert "training pass rate" in result.out
+    assert "never right 0%" in result.out
+    folder = trained / "run" / "eval"
+    rates = [json.loads(line) for line in (folder / "step_000002-train.pass_rates.jsonl").open()]
+    assert [(rate["question_id"], rate["num_answers"]) for rate in rates] == [(f"q{n}", 3) for n in range(1, 5)]
+    assert (folder / "step_000002-train.entropy.png").is_file()
+    assert json.loads((folder / "step_000002-train.json").read_text())["entropy"][-1]["num_questions"] >= 1
+
+    model = AutoModelForCausalLM.from_pretrained("run/hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained("run/hf")
+    answers = [json.loads(line) for line in (folder / "step_000002-train.answers.jsonl").open()]
+    sampled = [answer for answer in answers if answer["mode"] == "t1"]
+    assert len(sampled) == 12
+    for answer in sampled:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": answer["question"]}], add_generation_prompt=True, return_dict=False
+        )
+        response = tokenizer.encode(answer["response"], add_special_tokens=False)
+        if len(response) + (answer["stop_reason"] == "stop") != answer["num_tokens"]:
+            continue  # a special token in the midst of it, which the text does not show
+        response += [tokenizer.eos_token_id] * (answer["stop_reason"] == "stop")
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        log_p = logits.log_softmax(-1)
+        assert answer["mean_entropy"] == pytest.approx(float(-(log_p.exp() * log_p).sum(-1).mean()), abs=1e-4)
+
+
+def test_a_run_on_the_questions_that_are_never_answered(exgrpo, trained):
+    exgrpo("eval", "recipe.yaml", "--questions", "train")
+    rates = "data.train.pass_rates_path=run/eval/step_000002-train.pass_rates.jsonl"
+    result = exgrpo("train", "recipe.yaml", "logger.log_dir=never", rates, "data.train.pass_rate_range=[0,0]")
+    assert result.code == 0, result.err
+    assert "of another pass rate" in result.out or "4 from train.jsonl" in result.out
+
+
 def test_evaluations_of_another_run_do_not_hide_ones_own(exgrpo, trained):
     shutil.copytree("run/hf", "other/hf")
     exgrpo("eval", "recipe.yaml", "--checkpoint", "other/hf")
@@ -130,7 +172,7 @@ def test_options_give_every_default_as_a_recipe_would_write_it(exgrpo):
         "sft.optimizer.lr = 1.0e-05: ",
         "policy.megatron_cfg.optimizer.lr = 1.0e-06: ",
         "sft.scheduler.lr_decay_style = linear: ",
-        "data.train.generator_difficulties = [2, 3, 4, 5, 6]: ",
+        "data.train.generator_difficulties = null: ",
         "policy.model_name = required [path]: ",
         "env.math.check_gold = true: ",
         "experience.prefill_path = null [path]: ",

@@ -155,3 +155,43 @@ def test_too_few_questions_quotes_the_numbers_and_changes_nothing():
 def test_the_state_of_another_order_is_refused(other, named):
     with pytest.raises(CheckpointError, match=named):
         other.load_state_dict(order(6).state_dict())
+
+
+def test_questions_brought_back_join_what_is_left_of_the_epoch_and_every_later_one():
+    line = order(30)
+    gone = ids(line.take(10))
+    waiting = line.state_dict()["line"][:2]
+    line.remove([*gone[:6], *waiting], 1)
+    assert line.num_active == 22
+    # Two that never left the line stand in it once; q99 is of another set, gone[9] was never left out.
+    assert line.bring_back([*gone[:3], *waiting, "q99", gone[9]], np.random.default_rng(0)) == 5
+    assert line.num_active == 27
+    rest = line.state_dict()["line"]
+    assert sorted(rest) == sorted([*ids(order(30).take(30))[10:], *gone[:3]])
+    assert [name for name in rest if name not in gone] == ids(order(30).take(30))[10:]
+    line.take(23)
+    assert sorted(ids(line.take(27))) == sorted(set(ids(order(30).take(30))) - set(gone[3:6]))
+
+
+def test_places_of_questions_brought_back_are_uniform_over_the_line():
+    places: Counter[int] = Counter()
+    for seed in range(600):
+        line = order(6)
+        back = ids(line.take(2))[0]
+        line.remove([back], 1)
+        line.bring_back([back], np.random.default_rng(seed))
+        places[line.state_dict()["line"].index(back)] += 1
+    # 120 expected at each of the 5 places, with a deviation of sqrt(600 x .2 x .8) = 9.8.
+    assert set(places) == set(range(5))
+    assert all(abs(count - 120) < 35 for count in places.values())
+
+
+def test_the_next_epoch_begins_with_the_question_after_the_last_of_this_one():
+    line = order(6)
+    assert line.next_epoch == 0
+    line.take(4)
+    assert line.next_epoch == 0
+    line.take(2)
+    assert (line.epoch, line.next_epoch) == (0, 1)
+    line.take(1)
+    assert (line.epoch, line.next_epoch) == (1, 1)

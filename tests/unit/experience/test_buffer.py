@@ -95,6 +95,18 @@ def test_a_retired_question_never_comes_back():
     assert target.num_questions == 0
 
 
+def test_a_question_brought_back_is_as_one_that_was_never_tried():
+    target = buffer()
+    record(target, group("q", member(1), member(2)))
+    record(target, group("q", *[member(i) for i in range(4)]), group("r", *[member(i) for i in range(4)]))
+    target.bring_back(["q", "never"])
+    assert (target.retired, target.num_retired, target.answers("q")) == ({"r"}, 1, ())
+    report = record(target, group("q", member(1)))
+    assert (report.already_retired, report.stored, stored_tokens(target, "q")) == (0, 1, [[1]])
+    record(target, group("q", *[member(i) for i in range(4)]))
+    assert (target.num_retired, target.num_questions) == (2, 0)
+
+
 def test_retirement_does_not_wait_for_collection():
     target = buffer()
     report = record(target, group("q", *[member(i) for i in range(4)]), group("r", member(1)), collect=False)

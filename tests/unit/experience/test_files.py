@@ -319,7 +319,7 @@ def test_a_snapshot_is_of_its_moment_and_names_what_it_wrote(played: ExperienceB
     before, snapshot = contents(played), played.snapshot()
     play(played, seed=2, steps=20)
     assert contents(played) != before
-    names = ["segments/00000-000000.seg", "index-00000-of-00001.parquet", "experience.json"]
+    names = ["segments/00000-000000.seg", "index-00000-of-00001.parquet", "experience.json", "questions.parquet"]
     assert snapshot.save(tmp_path) == [tmp_path / name for name in names]
     loaded = empty()
     loaded.load(tmp_path)

@@ -48,7 +48,7 @@ def test_a_draw_is_uniform_over_what_is_not_excluded(excluded: str):
     rng = np.random.default_rng(0)
     rest = set("abcdef") - set(excluded)
     draws = 3000
-    seen = Counter(index.sample(2, 1, positions, rng)[0] for _ in range(draws))
+    seen = Counter(index.sample(1, 1, positions, rng)[0] for _ in range(draws))
     assert set(seen) == rest
     probability = 1 / len(rest)
     error = (probability * (1 - probability) / draws) ** 0.5
@@ -58,8 +58,8 @@ def test_a_draw_is_uniform_over_what_is_not_excluded(excluded: str):
 def test_all_that_is_not_excluded_can_be_drawn_at_once():
     index = filled("abcdef")
     positions = index.positions(["b", "e"])[1]
-    assert sorted(index.sample(2, 4, positions, np.random.default_rng(0))) == ["a", "c", "d", "f"]
-    assert index.sample(2, 0, [0, 1, 2, 3, 4, 5], np.random.default_rng(0)) == []
+    assert sorted(index.sample(1, 4, positions, np.random.default_rng(0))) == ["a", "c", "d", "f"]
+    assert index.sample(1, 0, [0, 1, 2, 3, 4, 5], np.random.default_rng(0)) == []
 
 
 def test_putting_the_items_into_an_empty_index_restores_every_later_draw():
@@ -69,6 +69,6 @@ def test_putting_the_items_into_an_empty_index_restores_every_later_draw():
     copy = QuestionIndex(4)
     for name, bucket in index.items():
         copy.put(name, bucket, num_answers=1)
-    for bucket, size in ((2, 5), (3, 3)):
-        first = index.sample(bucket, size - 1, [], np.random.default_rng(7))
-        assert first == copy.sample(bucket, size - 1, [], np.random.default_rng(7))
+    for cell, size in ((1, 5), (2, 3)):
+        first = index.sample(cell, size - 1, [], np.random.default_rng(7))
+        assert first == copy.sample(cell, size - 1, [], np.random.default_rng(7))

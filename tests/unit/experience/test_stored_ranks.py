@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import ThreadRank, on_ranks
-from test_ranks import K, kept, play, replicated, union
+from test_ranks import K, kept, play, random_group, replicated, union
 
 from exgrpo_megatron.comm import Communicator, SingleProcess
 from exgrpo_megatron.config import ExperienceConfig
@@ -51,12 +51,20 @@ def test_every_number_of_ranks_evicts_what_one_does(caps: dict[str, Any], tmp_pa
         "max_answers" in caps,
         "max_bytes" in caps and len(caps) == 1,
     ] or len(caps) > 3
+    events = [event for report in reports for event in report.events]
+    stored_at, gone_at = ([event.answer for event in events if event.kind == kind] for kind in ("stored", "evicted"))
+    assert len(gone_at) == sum(gone)
+    assert set(gone_at) < set(stored_at)
+    assert len(set(stored_at)) == len(stored_at)
     stored = sum(len(answers) for answers in mine.values())
     assert stored == sum(state[0][1]) <= caps.get("max_answers", stored)
     assert max(map(len, mine.values())) <= caps.get("max_answers_per_question", 99)
     assert state[1] <= caps.get("max_bytes", state[1])
     results = on_ranks(3, 2, lambda comm: work(comm, tmp_path / "three"))
     assert all(result[0] == seen for result in results)
+    for result in results:
+        theirs = [part.events for part in result[0] if hasattr(part, "evicted_of_answers")]
+        assert theirs == [report.events for report in reports]
     assert all(result[1] == state for result in results)
     assert union([result[2] for result in results]) == mine
 
@@ -291,6 +299,73 @@ def test_damage_met_while_a_checkpoint_is_written_does_not_take_its_file_away(tm
     again = buffer_of(SingleProcess(), on_corruption="quarantine")
     again.load(tmp_path / "checkpoint")
     assert (before - again.num_answers, again.num_damaged) == (1, 1)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_live_segment_that_is_gone_when_a_checkpoint_is_taken_follows_the_setting(
+    sealed: bool, damage: str, tmp_path: Path
+):
+    """Of three ranks, one; refused by name everywhere, or the checkpoint and the run go on with all other answers."""
+
+    def work(comm: ThreadRank, on_corruption: str) -> Any:
+        buffer = buffer_of(comm, tmp_path / on_corruption, on_corruption=on_corruption)
+        play(buffer, seed=0)
+        if sealed:
+            buffer._state.keeper.store.seal()
+        before = kept(buffer)
+        comm.barrier()
+        path = tmp_path / on_corruption / "rank-00001" / "segment-000000.seg"
+        if comm.rank == 1:
+            if damage == "missing":
+                path.unlink()
+            else:
+                os.truncate(path, path.stat().st_size - 12)  # into the last answer
+        comm.barrier()
+        if on_corruption == "refuse":
+            with pytest.raises(CheckpointError, match=f"{path}: this segment of stored answers is missing or cut off"):
+                buffer.snapshot()
+            return None
+        buffer.snapshot().save(tmp_path / "checkpoint")
+        after = everything(buffer), kept(buffer)
+        lost = sum(map(len, before.values())) - sum(map(len, after[1].values()))
+        return lost, after, buffer.num_damaged
+
+    on_ranks(3, 1, lambda comm: work(comm, "refuse"))
+    results = on_ranks(3, 1, lambda comm: work(comm, "quarantine"))
+    losses = [result[0] for result in results]
+    assert losses[0] == losses[2] == 0
+    assert losses[1] > 3 if damage == "missing" else losses[1] == 1
+    assert all(result[2] == losses[1] for result in results)
+    again = buffer_of(SingleProcess())
+    again.load(tmp_path / "checkpoint")
+    assert everything(again) == results[0][1][0]
+    assert kept(again) == union([result[1][1] for result in results])
+
+
+def test_a_run_goes_on_storing_where_the_segment_it_writes_to_is_deleted(tmp_path: Path):
+    buffer = buffer_of(SingleProcess(), tmp_path / "live", on_corruption="quarantine")
+    play(buffer, seed=0)
+    first, (active,) = buffer.num_answers, find_segments(tmp_path / "live")
+    active.unlink()
+    rng, reports = np.random.default_rng(1), []
+    for step in range(5):
+        reports.append(buffer.record([random_group(rng) for _ in range(8)], step=step, collect=True))
+    buffer.snapshot().save(tmp_path / "checkpoint")
+    retired = sum(report.stored for report in reports) - buffer.num_answers
+    assert 0 <= retired < 40, "of the later answers, those of questions retired since then are gone"
+    assert 3 < buffer.num_damaged <= first
+    assert not active.exists()
+    again = buffer_of(SingleProcess())
+    again.load(tmp_path / "checkpoint")
+    assert everything(again) == everything(buffer)
+
+
+def test_the_index_of_a_checkpoint_is_no_experience_file_by_itself(tmp_path: Path):
+    saved(tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "index-00000-of-00001.parquet"
+    with pytest.raises(CheckpointError, match=f"does not hold them: name its folder, {path.parent}"):
+        buffer_of(SingleProcess()).merge_file(path)
 
 
 @pytest.mark.parametrize("changed", ["payload", "name of the format"])

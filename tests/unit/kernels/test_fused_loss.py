@@ -18,7 +18,11 @@ FORMS = ("linear", "logits", "reference")
 OBJECTIVES = {
     "ratio": Objective(),
     "without clip": Objective(clip=False),
-    "without shaping": Objective(shaping=False),
+    "without shaping": Objective(shaping="none"),
+    "normalized": Objective(shaping="normalized_ratio", max_abs_log_ratio=0.5),
+    "square root": Objective(shaping="sqrt", max_abs_log_ratio=0.5),
+    "replayed clipped": Objective(clip=False, shaping="clip"),
+    "log-prob": Objective(shaping="log_prob", max_abs_log_ratio=0.5),
     "narrow": Objective(clip_min=0.01, clip_max=0.02, shaping_beta=0.5, max_abs_log_ratio=0.05),
     "nll": Objective(kind="nll"),
 }

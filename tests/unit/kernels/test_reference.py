@@ -158,6 +158,43 @@ def test_the_gradient_of_a_replayed_token_is_w_beta_over_w_plus_beta_squared(w: 
 
 
 @pytest.mark.parametrize(
+    ("kind", "w", "term", "push"),
+    [
+        # 1.1^2 / 0.1 = 12.1 times f(w) and its push: 12.1 / 1.1 = 11; 12.1 / 2; 12.1 x 10 / 10.1, 12.1 / 10.1^2.
+        ("normalized_ratio", 1.0, 11.0, 1.0),
+        ("normalized_ratio", 0.1, 6.05, 3.025),
+        ("normalized_ratio", 10.0, 11.9801980, 0.1186158),
+        ("none", 3.0, 3.0, 3.0),
+        ("sqrt", 1.0, 1.0, 0.5),
+        ("sqrt", 4.0, 2.0, 1.0),
+        ("clip", 1.1, 1.1, 1.1),
+        ("clip", 1.5, 1.2, 0.0),
+        ("clip", 0.01, 0.01, 0.01),
+    ],
+)
+def test_a_replayed_token_has_the_term_and_the_push_of_its_shaping(kind: str, w: float, term: float, push: float):
+    loss, gradient, clipped, clamped = terms(math.log(w), 2.0, True, Objective(clip=False, shaping=kind))
+    assert (loss, gradient) == (pytest.approx(-2 * term), pytest.approx(-2 * push))
+    assert (clipped, clamped) == (kind == "clip" and push == 0, False)
+
+
+def test_the_normalized_push_is_largest_at_beta_where_it_is_three_for_a_tenth():
+    w = torch.logspace(-4, 4, 801, dtype=torch.float64)
+    push = 1.1**2 * w / (w + 0.1) ** 2
+    got = torch.tensor([terms(math.log(x), 1.0, True, Objective(shaping="normalized_ratio"))[1] for x in w.tolist()])
+    torch.testing.assert_close(-got, push.float())
+    assert push.max().item() == pytest.approx(1.1**2 / 0.4) == pytest.approx(3.025)
+    assert w[push.argmax()].item() == pytest.approx(0.1)
+
+
+def test_a_replayed_log_prob_is_pushed_by_its_advantage_however_far_its_ratio_is():
+    # The log-prob of `terms` is that of the old policy, -1, and the log-ratio beyond the bound of 20.
+    loss, gradient, clipped, clamped = terms(30.0, 0.5, True, Objective(shaping="log_prob"))
+    assert (loss, gradient, clipped, clamped) == (-0.5 * 29.0, -0.5, False, False)
+    assert terms(30.0, 0.5, False, Objective(shaping="log_prob", clip=False))[1::2] == (0.0, True)
+
+
+@pytest.mark.parametrize(
     ("w", "advantage", "loss", "gradient", "clipped"),
     [
         (1.1, 0.75, -0.825, -0.825, False),
@@ -193,7 +230,7 @@ def test_without_clip_a_fresh_token_is_the_plain_ratio():
 
 
 def test_replayed_tokens_are_never_clipped_and_without_shaping_are_the_plain_ratio():
-    assert terms(math.log(3.0), 1.0, True, Objective(shaping=False))[:3] == (
+    assert terms(math.log(3.0), 1.0, True, Objective(shaping="none"))[:3] == (
         pytest.approx(-3.0),
         pytest.approx(-3.0),
         False,
@@ -206,12 +243,12 @@ def test_a_log_ratio_beyond_the_bound_is_clamped_flagged_and_reported_unclamped(
         torch.tensor([-30.0, -1.0]),
         torch.tensor([1.0, 1.0]),
         torch.tensor([True, False]),
-        Objective(shaping=False, clip=False),
+        Objective(shaping="none", clip=False),
     )
     assert result.log_ratio.tolist() == [30.0, -39.0]
     assert result.clamped.tolist() == [True, True]
     torch.testing.assert_close(result.policy_loss, torch.tensor([-math.exp(20.0), -math.exp(-20.0)]))
-    assert terms(30.0, 1.0, True, Objective(shaping=False))[1] == 0.0
+    assert terms(30.0, 1.0, True, Objective(shaping="none"))[1] == 0.0
 
 
 def test_supervised_terms_are_minus_advantage_times_logprob():

@@ -6,7 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
-from exgrpo_megatron.report.console import ProgressReporter, format_count, format_duration, step_parts
+from exgrpo_megatron.report.console import ProgressReporter, budget_text, format_count, format_duration, step_parts
 
 METRICS = {
     "reward/pass_rate_fresh": 0.4123,
@@ -71,6 +71,20 @@ def test_what_went_wrong_is_in_the_line():
         {"policy/skipped_updates": 1, "reward/timeout": 3, "reward/error": 2, "policy/entropy": math.nan}
     )
     assert parts == ["entropy nan", "SKIPPED updates 1", "reward time-outs 3", "reward ERRORS 2"]
+
+
+def test_a_replay_step_and_what_was_spent_are_in_the_line():
+    ratios = {"ratio_replay_step/p50": 1.02, "ratio_replay_step/p01": 0.5, "ratio_replay_step/p99": 2.0}
+    parts = step_parts({"replay_step/answers": 32, **ratios, "replay_step/skipped_updates": 1, "budget/answers": 1520})
+    assert parts == ["replay step 32 a", "ratio 1.02 (0.50-2.00)", "SKIPPED replay steps 1", "spent 1.5k a"]
+
+
+def test_the_budget_is_one_line_of_whole_numbers():
+    spent = {"answers": 3072, "tokens": 46080, "stored_answers": 5810, "optimizer_steps": 381}
+    assert budget_text({f"budget/{name}": value for name, value in spent.items()}) == (
+        "3,072 answers (46,080 tokens) generated, 5,810 stored ones trained on, 381 optimiser steps"
+    )
+    assert budget_text({"policy/loss": 0.0}) == ""
 
 
 def test_short_steps_write_ten_lines_where_there_is_no_terminal():

@@ -49,6 +49,26 @@ def test_the_nine_pictures_show_the_metrics(tmp_path: Path):
     assert heat_map[2].tolist() == run.series("experience/bucket_3").values.tolist()
 
 
+def test_a_run_with_replay_steps_shows_their_ratios_norm_time_and_what_was_spent(tmp_path: Path):
+    run_dir = write_run(tmp_path / "run", recipe=RECIPE + "experience: {strategy: replay_step}\n")
+    text = (run_dir / "metrics.jsonl").read_text().replace("ratio_replayed/", "ratio_replay_step/")
+    more = ', "replay_step/grad_norm": 0.5, "time/replay_step_s": 0.3, "budget/answers": 1024}\n'
+    (run_dir / "metrics.jsonl").write_text(text.replace("}\n", more))
+    run = load_run(run_dir)
+    figure = draw_dashboard(run)
+    axes = {ax.get_title(loc="left"): ax for ax in figure.axes}
+    ratios = line(axes["Ratio of replayed tokens (new / recorded)"], "median")
+    assert ratios.get_ydata().tolist() == run.series("ratio_replay_step/p50").values.tolist()
+    norm = line(axes["Update: gradient norm and largest ratios"], "gradient norm, replay step")
+    assert set(norm.get_ydata().tolist()) == {0.5}
+    assert "replay step" in [entry.get_text() for entry in axes["Seconds of a step"].get_legend().get_texts()]
+    title = figure._suptitle.get_text()
+    assert "variant corrected, replay step" in title
+    assert "1,024 answers generated" in title
+    # The literal method's start is not in force.
+    assert not [drawn for drawn in axes["Pass rate"].lines if "replay starts" in str(drawn.get_label())]
+
+
 def test_a_dotted_line_marks_where_replay_starts_in_every_picture(tmp_path: Path):
     for ax in axes_by_title(write_run(tmp_path / "run")).values():
         dotted = [drawn for drawn in ax.lines if drawn.get_linestyle() == ":"]

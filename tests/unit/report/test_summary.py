@@ -55,6 +55,11 @@ def test_categories_with_numbers_stand_in_the_order_of_the_numbers():
     ]
 
 
+def test_what_was_spent_stands_before_the_paths():
+    lines = summary(paths={"metrics": Path("m.jsonl")}, budget="16 answers")
+    assert lines[-3:] == ["budget   16 answers", "metrics  m.jsonl", "next     exgrpo report runs/a"]
+
+
 def test_paths_and_the_next_command_are_whole_lines_to_copy():
     path = Path("runs") / ("long" * 30) / "dashboard.png"
     lines = summary(paths={"dashboard": path, "HF export": None}, elapsed_s=187.0)

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from scripted import build_trainer, plant, right, token_ids, wrong
 
-from exgrpo_megatron.config import VARIANTS, DemonstrationsConfig, ExperienceConfig, GRPOConfig, LossConfig
+from exgrpo_megatron.config import (
+    VARIANTS,
+    DemonstrationsConfig,
+    ExperienceConfig,
+    GRPOConfig,
+    LossConfig,
+    ReplayStepConfig,
+)
 
 ENGINE = {"loss_fn": {"old_logprobs": "engine"}}
 CORRECTED = {"loss_fn": {"use_importance_sampling_correction": True}}
@@ -16,7 +23,12 @@ LIMITED = {"loss_fn": {"use_importance_sampling_correction": True, **LIMITS}}
 SHORT = {"policy": {"generation": {"max_new_tokens": 5}}}
 ON_POLICY = {"experience": {"start_pass_rate": 1.0}}
 
+STARTED = {"experience": {"start_pass_rate": 0.45}}
+GUARDED = {"experience": {"guards": {"max_kl_replayed": 1e-6, "action": "clip"}}}
+HELD = {"experience": {"guards": {"max_kl_replayed": 1e-6, "action": "on_policy"}}}
 CAPPED = {"experience": {"max_answers": 12}}
+BOTH = {"experience": {"strategy": "both"}}
+SMALL_STEPS = {"experience": {"strategy": "both", "replay_step": {"size": 0.25}}}
 
 # The questions q1, q2, ... are chains, whose worked solutions the generator's side knows.
 SHOWN = {
@@ -62,7 +74,19 @@ CASES = [
     ("loss_fn.max_abs_log_ratio", 1.0, ENGINE),
     ("experience.enabled", False, {}),
     ("experience.replay_ratio", 0.25, {}),
+    ("experience.replay_probability", 0.5, {}),
     ("experience.start_pass_rate", 0.9, {}),
+    ("experience.start_epoch", 1, {}),
+    ("experience.start_step", 3, {}),
+    ("experience.stop_pass_rate", 0.45, STARTED),
+    ("experience.pass_rate_steps", 3, STARTED),
+    ("experience.return_retired", {"share": 0.5, "period": 1}, {}),
+    ("experience.guards", {"max_kl_replayed": 1e-6}, {}),
+    ("experience.guards", {"max_kl_replayed": 1e-6, "action": "clip"}, {}),
+    ("experience.guards", {"max_kl_replayed": 1e-6, "action": "clip", "ratio_cap": 0.5}, GUARDED),
+    ("experience.guards", {"max_kl_replayed": 1e-6, "action": "on_policy"}, GUARDED),
+    ("experience.guards", {"max_kl_replayed": 1e-6, "action": "on_policy", "hold_steps": 1}, HELD),
+    ("experience.alarms", {"min_data_left": 0.9}, {}),
     ("experience.bucket_weight", "accuracy", {}),
     ("experience.bucket_weight", "linear", {}),
     ("experience.bucket_weight", "sqrt", {}),
@@ -75,9 +99,28 @@ CASES = [
     ("experience.stored_answer", "text", {}),
     ("experience.collect_from", "mixed_phase", ON_POLICY),
     ("experience.retire_from", "replay", {}),
+    ("experience.retire_from", "never", {}),
     ("experience.unused_fresh", "discard", {}),
     ("experience.allow_duplicates", True, {}),
     ("experience.shaping", "none", {}),
+    ("experience.shaping", "normalized_ratio", {}),
+    ("experience.shaping", "sqrt", {}),
+    ("experience.shaping", "clip", {}),
+    ("experience.shaping", "log_prob", {}),
+    ("experience.strategy", "replay_step", {}),
+    ("experience.strategy", "both", {}),
+    ("experience.replay_step.size", 0.25, BOTH),
+    ("experience.replay_step.num_steps", 2, BOTH),
+    ("experience.replay_step.start_pass_rate", 0.9, BOTH),
+    ("experience.replay_step.bucket_weight", "uniform", SMALL_STEPS),
+    ("experience.replay_step.bucket_sigma", 0.1, SMALL_STEPS),
+    ("experience.replay_step.answer_choice", "lowest_mean_entropy", BOTH),
+    ("experience.replay_step.weight", "one", BOTH),
+    ("experience.replay_step.pass_rate_decay", 0.9, BOTH),
+    ("experience.replay_step.shaping", "none", BOTH),
+    ("experience.replay_step.shaping_beta", 0.2, BOTH),
+    ("experience.replay_step.lr_multiplier", 0.5, BOTH),
+    ("experience.replay_step.joint", True, {"experience": {"strategy": "replay_step"}}),
     ("experience.max_answers_per_question", 1, {}),
     ("experience.max_answers", 6, {}),
     ("experience.max_bytes", 500, {}),
@@ -96,6 +139,7 @@ CASES = [
 # These change how long a run is and when it is looked at; prefill_path is in test_whole_variants.py, the others of
 # experience are in test_stored_experience.py.
 NOT_OF_A_STEP = {
+    "experience.replay_step",  # by its keys
     "grpo.max_num_steps",
     "grpo.val_period",
     "grpo.val_at_start",
@@ -175,6 +219,7 @@ def test_every_key_of_the_algorithm_is_here():
         "loss_fn": LossConfig,
         "experience": ExperienceConfig,
         "demonstrations": DemonstrationsConfig,
+        "experience.replay_step": ReplayStepConfig,
     }
     keys = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     assert keys | set(VARIANTS) <= {key for key, _, _ in CASES} | NOT_OF_A_STEP

@@ -26,11 +26,18 @@ def untimed(path):
 
 
 @pytest.mark.parametrize(
-    ("start_pass_rate", "replayed"), [(None, [0, 2, 2, 2, 2, 2]), (0.3, [0, 0, 0, 0, 2, 2])], ids=["replay on", "off"]
+    ("experience", "replayed"),
+    [
+        ({"start_pass_rate": None}, [0, 2, 2, 2, 2, 2]),
+        ({"start_pass_rate": 0.3}, [0, 0, 0, 0, 2, 2]),
+        ({"strategy": "replay_step"}, [0] * 6),
+    ],
+    ids=["replay on", "off", "replay step"],
 )
-def test_three_steps_a_stop_and_three_more_equal_six(tmp_path, run_steps, stored_rows, start_pass_rate, replayed):
+def test_three_steps_a_stop_and_three_more_equal_six(tmp_path, run_steps, stored_rows, experience, replayed):
     # Steps 1-3 have one right of four, step 4 two: with the start at 0.3, replay begins with step 5, after the stop.
-    options = {"experience": {"start_pass_rate": start_pass_rate}, "checkpointing": {"export_hf": False}}
+    # (The script goes by the weights' version, which replay steps double: there, step 3 is the first with two.)
+    options = {"experience": experience, "checkpointing": {"export_hf": False}}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
@@ -49,11 +56,37 @@ def test_three_steps_a_stop_and_three_more_equal_six(tmp_path, run_steps, stored
     for name, tensor in weights(second).items():
         assert bool((tensor == expected[name]).all()), name
     assert untimed(cut / "run" / "metrics.jsonl") == metrics
+    histories = [(folder / "run" / "experience_history.jsonl").read_bytes() for folder in (cut, whole)]
+    assert histories[0] == histories[1]
     ours, theirs = (folder / "run" / "checkpoints" / "step_000006" for folder in (cut, whole))
     assert stored_rows(ours / "experience") == stored_rows(theirs / "experience")
     left, right_ = (json.loads((folder / "state.json").read_text()) for folder in (ours, theirs))
     own = {"recipe": None, "data": None}  # name each run's own folder; the data's fingerprint is compared
     assert {**left, **own} == {**right_, **own}
+
+
+def test_a_guards_hold_the_return_of_the_retired_and_the_ringing_alarms_go_on_where_they_were(tmp_path, run_steps):
+    # The guard looks from step 2 on, the first that replays, and holds steps 3 to 5; the checkpoint is of step 3.
+    experience = {
+        "replay_probability": 0.9,
+        "guards": {"min_ess_replayed": 1.0, "action": "on_policy", "hold_steps": 3},
+        "alarms": {"max_duplicates": 0.1, "max_uses_per_answer": 0.01},
+        "start_pass_rate": 0.2, "stop_pass_rate": 0.1, "pass_rate_steps": 1,
+        "return_retired": {"share": 0.5, "period": 2},
+    }  # fmt: skip
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder, parts in ((whole, (6,)), (cut, (3, 3))):
+        folder.mkdir()
+        config = make_config(folder, experience=experience, checkpointing={"export_hf": False})
+        for steps in parts:
+            run_steps(config, steps)
+    metrics = untimed(whole / "run" / "metrics.jsonl")
+    assert [record["guards/held"] for record in metrics] == [0, 0, 1, 1, 1, 0]
+    assert untimed(cut / "run" / "metrics.jsonl") == metrics
+    left, right_ = (json.loads((f / "run/checkpoints/step_000006/state.json").read_text()) for f in (cut, whole))
+    names = ("schedule", "guards", "freshness", "alarms", "retirement", "order")
+    assert {name: left[name] for name in names} == {name: right_[name] for name in names}
+    assert left["alarms"]["ringing"]
 
 
 def test_a_resume_on_changed_data_is_refused_with_both_fingerprints(tmp_path, run_steps, data_parallel):

@@ -1,0 +1,60 @@
+"""How hard a question is: its rate, 0 (hard) to 1 (easy), and the bucket 1..K-1 that stands for it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exgrpo_megatron.config import Difficulty
+from exgrpo_megatron.experience.question_stats import QuestionStats, Rows, Values
+
+Buckets = NDArray[np.int64]
+
+_DECIMALS = 6
+"""Of a rate made from a variance, which is kept in float32."""
+
+
+def bucket_of(rates: Values, group_size: int) -> Buckets:
+    """The rate in K-ths, rounded (halves up), within 1..K-1."""
+    return np.clip(np.floor(rates * group_size + 0.5), 1, group_size - 1).astype(np.int64)
+
+
+def variance_rate(mean: Values, variance: Values) -> Values:
+    """The rate p of right and wrong answers (rewards 1 and 0) whose variance p (1 - p) is the given one.
+
+    Of the two, the one on the side of the mean: below 0.5 or not. Rewards are meant to be from 0 to 1; a variance above
+    the largest possible there, 0.25, counts as that. For rewards of 0 and 1 this is the share of right answers.
+    """
+    away = np.sqrt(np.maximum(0.25 - variance, 0.0))
+    rates: Values = np.where(mean < 0.5, 0.5 - away, 0.5 + away)
+    return np.round(rates, _DECIMALS)
+
+
+class Rating:
+    """Rates of questions, by one of the definitions of `experience.difficulty`."""
+
+    def __init__(self, kind: Difficulty, group_size: int, stats: QuestionStats) -> None:
+        self.kind, self.group_size, self.stats = kind, group_size, stats
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether a rate is its bucket's, k/K, and nothing finer."""
+        return self.kind == "last_group"
+
+    def rates(self, rows: Rows, buckets: Buckets) -> Values:
+        """Of questions in these buckets; the bucket's, k/K, where nothing else is known."""
+        coarse = buckets / self.group_size
+        if self.is_bucket:
+            return coarse
+        fine = self._fine(rows)
+        return np.where(np.isnan(fine), coarse, fine)
+
+    def bucket(self, row: int, k: int) -> int:
+        """Where a question belongs whose last group, or the bucket it was in, had k right."""
+        rates = self.rates(np.array([row]), np.array([k]))
+        return int(bucket_of(rates, self.group_size)[0])
+
+    def _fine(self, rows: Rows) -> Values:
+        if self.kind == "window":
+            return self.stats.window_rates(rows)
+        return variance_rate(*self.stats.reward_moments(rows))

@@ -1,0 +1,63 @@
+"""What follows for new questions from retiring some, and the return of retired ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from exgrpo_megatron.algorithm.chance import generator
+from exgrpo_megatron.config import whole_share
+from exgrpo_megatron.parts import Parts
+
+QUESTIONS_BEYOND_A_BATCH = 20
+"""The stream of new questions is never reduced to fewer than a batch and these, as in the released code."""
+
+
+@dataclass(frozen=True)
+class Retired:
+    """What was done after a step."""
+
+    kept: list[str]
+    """Questions retired in the step that stay among the new ones."""
+    num_returned: int
+    """Retired questions brought back, to be new from the next step on."""
+    total_returned: int
+    """In the run so far."""
+
+
+class Retirement:
+    """The line of new questions without retired ones, as the recipe has it; the same on every process."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._total_returned = 0
+
+    def after_step(self, step: int, newly_retired: list[str]) -> Retired:
+        """Leave the step's retired questions out of later epochs, and bring back those whose turn it is."""
+        config, kept = self._parts.config, []
+        if config.experience.retire_from == "replay_and_fresh":
+            reserve = config.grpo.num_prompts_per_step + QUESTIONS_BEYOND_A_BATCH
+            kept = self._parts.order.remove(newly_retired, reserve)
+        num_returned = self._bring_back(step)
+        self._total_returned += num_returned
+        return Retired(kept, num_returned, self._total_returned)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total_returned": self._total_returned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._total_returned = state["total_returned"]
+
+    def _bring_back(self, step: int) -> int:
+        config, experience = self._parts.config, self._parts.experience
+        returned = config.experience.return_retired
+        if returned is None or step % returned.period or not experience.num_retired:
+            return 0
+        # By name: the set's own order differs between processes.
+        retired = sorted(experience.retired)
+        rng = generator(config.grpo.seed, step, "return")
+        count = max(1, whole_share(returned.share, len(retired)))
+        names = [retired[i] for i in rng.choice(len(retired), size=count, replace=False).tolist()]
+        experience.bring_back(names)
+        self._parts.order.bring_back(names, rng)
+        return count

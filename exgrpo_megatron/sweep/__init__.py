@@ -1,0 +1,1 @@
+"""Several settings over several seeds, each run a process of its own."""
