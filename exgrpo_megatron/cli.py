@@ -219,6 +219,49 @@ def show(
 
 
 @app.command()
+def simulate(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    rates: Annotated[
+        str,
+        typer.Option(
+            help="True pass rates: uniform, constant:P, beta:A,B; a JSONL or Parquet file with pass_rate; the "
+            "answers.jsonl of `exgrpo eval`; or a run's folder."
+        ),
+    ] = "beta:0.6,1.2",
+    growth: Annotated[
+        str | None,
+        typer.Option(
+            help="Logits that training adds: none, or new=A,replayed=B,everywhere=C. Default: "
+            "new=0.1,replayed=0.1,everywhere=0.004; for a run's folder its logged pass rates",
+            show_default=False,
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Default: as many as --rates or the recipe has", show_default=False)
+    ] = None,
+    distinct: Annotated[
+        int | None,
+        typer.Option(min=1, help="Different right answers of a question. Default: all differ", show_default=False),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a stored answer, for its bytes. Default: half of the longest", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, CSV, picture and metrics.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Replay without a model: what buckets, retirement and new questions come to, from pass rates."""
+    config = load_recipe(recipe, overrides or [])
+    quiet_libraries()
+    from exgrpo_megatron.simulate_command import SimulateRequest, simulate_and_report  # noqa: PLC0415
+
+    simulate_and_report(config, SimulateRequest(rates, growth, questions, distinct, answer_tokens, out, json))
+
+
+@app.command()
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -420,12 +463,37 @@ def sweep(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)]) -> None:
-    """Draw the dashboard of a run, finished or not."""
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run (logger.log_dir).", show_default=False)],
+    html: Annotated[
+        bool, typer.Option("--html", help="One HTML file instead, to be opened from disk: charts, every question.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="With --html: the file. Default: <run>/report.html", show_default=False)
+    ] = None,
+    max_answer_texts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --html: so many replayed answers have their text. Default: 5000", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Draw the dashboard of a run, finished or not; with --html, a page with its questions and answers."""
     quiet_libraries()
+    console = Console()
+    if html:
+        from exgrpo_megatron.report.html_page import MAX_ANSWER_TEXTS, write_page  # noqa: PLC0415
+
+        path, notes = write_page(run, out, MAX_ANSWER_TEXTS if max_answer_texts is None else max_answer_texts)
+        for note in notes:
+            console.print(note, markup=False, soft_wrap=True, highlight=False)
+        console.print(f"report: {path}", markup=False, soft_wrap=True, highlight=False)
+        return
+    if out is not None or max_answer_texts is not None:
+        raise ConfigError("--out and --max-answer-texts are for --html")
     from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
 
-    Console().print(f"dashboard: {write_dashboard(run)}", soft_wrap=True, highlight=False)
+    console.print(f"dashboard: {write_dashboard(run)}", soft_wrap=True, highlight=False)
 
 
 @app.command()

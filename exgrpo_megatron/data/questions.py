@@ -102,9 +102,15 @@ def load_questions(
     return collected.finish(key, source.path or f"generator {source.generator}")
 
 
-def question_texts(source: DataSourceConfig) -> Iterator[tuple[str, str]]:
-    """(id, text) of every row of `data.train`, usable or not, without tokenising; raises DataError."""
-    return ((entry.id, entry.text) for entry in _entries(source, "data.train", held_out=False))
+def questions_as_written(source: DataSourceConfig) -> Iterator[Question]:
+    """Every row of `data.train`, usable or not, without a tokenizer: the prompts are empty.
+
+    Raises:
+        DataError: the file is missing, or at the first row that cannot be read.
+    """
+    no_prompt = np.zeros(0, dtype=np.int32)
+    for entry in _entries(source, "data.train", held_out=False):
+        yield Question(entry.id, no_prompt, entry.answer, entry.text, entry.category)
 
 
 def check_disjoint(train: QuestionSet, validation: QuestionSet) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
-from exgrpo_megatron.data.questions import question_texts
+from exgrpo_megatron.data.questions import questions_as_written
 from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.experience.files import VocabularyName
@@ -40,7 +40,7 @@ class Texts:
         if self.config is None:
             return {}
         try:
-            return dict(question_texts(self.config.data.train))
+            return {question.id: question.text for question in questions_as_written(self.config.data.train)}
         except (ConfigError, DataError, OSError) as error:
             self.notes.append(f"texts of questions are not at hand: {error}")
             return {}

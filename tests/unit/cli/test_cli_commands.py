@@ -253,3 +253,16 @@ def test_ctrl_c_while_the_command_is_imported_ends_with_one_line_of_rank_0(rank,
     environment = {"PYTHONPATH": paths, "RANK": rank}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, line)
+
+
+def test_simulate_shows_tables_and_writes_what_report_reads(exgrpo, project):
+    """Every rate 1: the 2 questions of a step are retired, and nothing is stored."""
+    command = ("simulate", "recipe.yaml", "--questions", "24", "--rates", "constant:1", "grpo.max_num_steps=2")
+    result = exgrpo(*command, "--out", "sim")
+    assert result.code == 0
+    assert re.search(r"retired questions +4\b", result.out)
+    assert [step["experience/retired"] for step in json.loads(exgrpo(*command, "--json").out)["steps"]] == [2, 4]
+    assert exgrpo("report", "sim").code == 0
+    refused = exgrpo("simulate", "recipe.yaml", "--rates", "nothing")
+    assert refused.code == 2
+    assert "neither a distribution" in refused.err
