@@ -144,7 +144,7 @@ METRICS: dict[str, Metric] = {
     },
     "budget/answers": Metric("answers", "new answers generated so far, without evaluations"),
     "budget/tokens": Metric("tokens", "response tokens generated so far"),
-    "budget/stored_answers": Metric("answers", "stored answers, and demonstrations, trained on so far, each time they were"),
+    "budget/stored_answers": Metric("answers", "stored answers and demonstrations trained on, each time they were"),
     "budget/optimizer_steps": Metric("updates", "optimiser steps applied so far, replay steps included"),
     "policy/loss": Metric("", "loss, mean over the optimiser steps of the step (here and below: on new answers)"),
     "policy/entropy": Metric("nats", "mean entropy over response tokens, before their optimiser step"),

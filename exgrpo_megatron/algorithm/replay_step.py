@@ -16,7 +16,8 @@ def stored_sequences(slots: Sequence[Slot], pass_rates: Sequence[float], config:
     """The sequences of one replay step: all of it, that of all ranks together.
 
     Each response token of an answer y of question q adds -(1 - pass rate of q) g(w) / (longest response x answers) to
-    the loss, or / (its own length x answers), or / (tokens of all answers), see `loss_fn.normalizer`. There is no entropy bonus.
+    the loss, or / (its own length x answers), or / (tokens of all answers), see `loss_fn.normalizer`. There is no
+    entropy bonus.
 
     Args:
         pass_rates: the running pass rate of each slot's question.
@@ -34,8 +35,7 @@ def stored_sequences(slots: Sequence[Slot], pass_rates: Sequence[float], config:
                 old_logprobs=answer.logprobs,
                 advantage=1.0 - pass_rate if step.weight == "one_minus_pass_rate" else 1.0,
                 replayed=True,
-                policy_weight=1.0
-                / _divisor(config.loss_fn, len(answer.token_ids), width, len(slots), num_tokens),
+                policy_weight=1.0 / _divisor(config.loss_fn, len(answer.token_ids), width, len(slots), num_tokens),
                 entropy_weight=0.0,
             )
         )
