@@ -29,6 +29,7 @@ from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.reading import check_answers_files
+from exgrpo_megatron.experience.recent_answers import RecentAnswers
 from exgrpo_megatron.layout import check_layout, check_positions
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.exact_text import ExactTextVerifier
@@ -256,6 +257,7 @@ def build_parts(
         sampling=inputs.sampling,
         model_dir=inputs.model_dir,
         demonstrations=inputs.demonstrations,
+        recent=RecentAnswers(config.repo, config.grpo.seed, comm) if config.repo.enabled else None,
     )
 
 

@@ -61,6 +61,11 @@ METRICS: dict[str, Metric] = {
     "groups/all_correct": Metric("share", "groups of the step with every answer correct (no gradient but a penalty's)"),
     "demonstrations/members": Metric("answers", "demonstrations in groups of the step (demonstrations.enabled only)"),
     "demonstrations/wrong": Metric("answers", "of these: graded as not correct"),
+    "repo/groups": Metric("groups", "off-policy groups trained on in the step (here and below: repo.enabled only)"),
+    "repo/mixed_groups": Metric("groups", "of these: with rewards that differ, so that they have an advantage"),
+    "repo/answers": Metric("answers", "answers in these groups"),
+    "repo/kept_answers": Metric("answers", "answers kept after the step, over all ranks"),
+    "repo/refused": Metric("answers", "not kept so far: without exactly one finite log-prob a token"),
     "experience/replay_on": Metric(
         "0 or 1",
         "1: the step replays: it is of the mixed phase, or stored answers are trained on beside groups",

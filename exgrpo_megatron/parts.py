@@ -18,6 +18,7 @@ from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
+from exgrpo_megatron.experience.recent_answers import RecentAnswers
 from exgrpo_megatron.rewards.verifier import Graded, Verdict
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
 from exgrpo_megatron.types import Question, ScoredSequence, TokenIds, TrainSequence, UpdateResult
@@ -107,6 +108,8 @@ class Parts:
     """Hugging Face folder the run started from; tokenizer and configuration of the export."""
     demonstrations: Demonstrations | None = None
     """Members of groups that do not come from the run."""
+    recent: RecentAnswers | None = None
+    """Answers of which off-policy groups are made."""
 
 
 def score_shared(parts: Parts, pairs: list[tuple[TokenIds, TokenIds]]) -> list[ScoredSequence]:

@@ -132,7 +132,6 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
     grpo, policy = config.grpo, config.policy
     answers = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     replayed, stored = config.max_replayed_per_step, config.max_replay_step_answers
-    not_sampled = grpo.num_prompts_per_step if config.demonstrations.enabled else replayed
     per_rank = -(-policy.train_global_batch_size // data_parallel_size)
     return [
         ("questions a step", f"{grpo.num_prompts_per_step}, of which at most {replayed} replayed"),
@@ -140,7 +139,9 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ("sequences trained a step", f"{answers}"),
         (
             "rollouts a step",
-            f"{answers} without replay or demonstrations, at least {answers - not_sampled} with them",
+            f"{answers}, one less for each demonstration"
+            if config.demonstrations.enabled
+            else f"{answers} without replay, at least {answers - replayed} with it",
         ),
         ("sequences an optimiser step", f"{policy.train_global_batch_size}"),
         ("optimiser steps a step", f"{config.updates_per_step}"),

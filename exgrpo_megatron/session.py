@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from exgrpo_megatron.policy.export import ExportOptions
 
 
+RECENT_FOLDER = "recent_answers"
+"""Of a checkpoint, where the recipe has `repo`."""
+
+
 @dataclass(frozen=True)
 class RunOutcome:
     """Where a training run ended and what it left."""
@@ -201,6 +205,9 @@ class TrainingRun:
             self.actor.begin_save(folder / "policy", snapshot=self.config.checkpointing.async_save),
             FilesPart(partial(self.parts.experience.snapshot().save, folder / "experience")),
         ]
+        recent = self.parts.recent
+        if recent:
+            parts.append(FilesPart(partial(recent.save, recent.snapshot(), folder / RECENT_FOLDER)))
         if self.comm.is_main:
             parts.append(FilesPart(partial(self._write_recipe, folder / RECIPE_FILE)))
         return parts
@@ -223,6 +230,12 @@ class TrainingRun:
         self.store.verify(checkpoint, excuse=self._may_be_damaged)
         self.actor.load(checkpoint / "policy")
         self.parts.experience.load(checkpoint / "experience")
+        if self.parts.recent and (checkpoint / RECENT_FOLDER).is_dir():
+            self.parts.recent.load(checkpoint / RECENT_FOLDER)
+        elif self.parts.recent:
+            self.reporter.note(
+                "repo: the checkpoint keeps no answers (repo.enabled was false), so none are replayed yet"
+            )
         self.trainer.load_state_dict(state)
         if self.parts.experience.num_damaged:
             self.reporter.note(f"experience: {self.parts.experience.num_damaged} answers lost to damaged files so far")

@@ -78,6 +78,8 @@ class StepRecord:
     """Optimiser steps skipped in the run so far."""
     budget: Budget
     """The step included."""
+    off_policy: list[Group] = field(default_factory=list)
+    """Groups of replayed answers alone."""
 
 
 def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str, float]:
@@ -87,6 +89,7 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
         **_reward_metrics(parts.config, record),
         **_group_metrics(record.groups),
         **_experience_metrics(parts, record),
+        **_repo_metrics(parts, record.off_policy),
         **_update_metrics(parts, record),
         **record.budget.metrics(parts.policy.version),
         **_engine_ratio_metrics(parts.config.loss_fn, record.groups),
@@ -145,6 +148,19 @@ def pass_rate(groups: list[Group]) -> float:
 def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
     """The longest of each time: every rank waits for the slowest, outside of the phase that made it wait."""
     return {name: max(seconds[name] for seconds in ranks) for name in ranks[0]}
+
+
+def _repo_metrics(parts: Parts, off_policy: list[Group]) -> dict[str, float]:
+    if parts.recent is None:
+        return {}
+    rewards = [{member.reward for member in group.trajectories} for group in off_policy]
+    return {
+        "repo/groups": len(off_policy),
+        "repo/mixed_groups": sum(len(different) > 1 for different in rewards),
+        "repo/answers": sum(group.size for group in off_policy),
+        "repo/kept_answers": parts.recent.num_answers(),
+        "repo/refused": sum(parts.comm.all_gather(parts.recent.num_refused)),
+    }
 
 
 def _new_answers(groups: list[Group]) -> list[Trajectory]:

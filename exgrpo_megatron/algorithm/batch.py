@@ -28,25 +28,30 @@ def minibatches(groups: list[Group], num_minibatches: int, generator: np.random.
     return [[groups[i] for i in order[start : start + size]] for start in range(0, len(groups), size)]
 
 
-def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: int) -> list[TrainSequence]:
+def train_sequences(
+    groups: list[Group], config: Config, *, data_parallel_size: int, off_policy: bool = False
+) -> list[TrainSequence]:
     """The sequences of one optimiser step, in the order of the groups and their members.
 
     `groups` is the global minibatch, that of all ranks together: the counts by which the loss is divided are taken
     here, once, so that how the sequences are spread over ranks and micro-batches cannot change the loss. Answers that
     `grpo.overlong_filtering` leaves out are among those a reward is compared with, and in none of these counts.
 
+    `off_policy`: the groups are of replayed answers alone (`repo`), with `repo.weight` and without entropy bonus.
+
     Raises:
-        ValueError: groups of different sizes.
+        ValueError: groups of different sizes, unless they are off-policy.
     """
     members = [(group.question, member) for group in groups for member in group.trajectories]
     trained = [
         (question, member, advantage)
-        for (question, member), advantage in zip(members, _advantages(groups, config), strict=True)
+        for (question, member), advantage in zip(members, _advantages(groups, config, off_policy), strict=True)
         if not (config.grpo.overlong_filtering and member.stop_reason == "length")
     ]
     num_sequences = len(trained)
     num_tokens = sum(len(member.token_ids) for _, member, _ in trained)
-    entropy_weight = _entropy_weight(config.loss_fn, num_tokens)
+    entropy_weight = 0.0 if off_policy else _entropy_weight(config.loss_fn, num_tokens)
+    weight = config.repo.weight if off_policy else 1.0
     width = config.policy.generation.max_new_tokens
     return [
         TrainSequence(
@@ -55,7 +60,7 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
             old_logprobs=member.logprobs,
             advantage=advantage,
             replayed=member.replayed,
-            policy_weight=1.0
+            policy_weight=weight
             / _divisor(config.loss_fn, len(member.token_ids), num_sequences, num_tokens, width, data_parallel_size),
             entropy_weight=entropy_weight,
             token_weights=_token_weights(member, config.loss_fn),
@@ -68,12 +73,13 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
 def objective(config: Config, *, mixed: bool) -> Objective:
     """The per-token objective of a step; `mixed`: replay is on. A step with demonstrations is always mixed."""
     loss, shown = config.loss_fn, config.demonstrations
+    shaping = "ratio" if shown.enabled else "clip" if config.repo.enabled else config.experience.shaping
     return Objective(
         kind="nll" if loss.disable_ppo_ratio else "ratio",
         clip=bool(loss.clip_in_mixed_phase) if mixed or shown.enabled else True,
         clip_min=loss.ratio_clip_min,
         clip_max=loss.ratio_clip_max,
-        shaping="ratio" if shown.enabled else config.experience.shaping,
+        shaping=shaping,
         shaping_beta=shown.gamma if shown.enabled else config.experience.shaping_beta,
         max_abs_log_ratio=loss.max_abs_log_ratio,
     )
@@ -102,8 +108,10 @@ def _token_weights(member: Trajectory, loss: LossConfig) -> Logprobs | None:
     return None if found is None else found.weights
 
 
-def _advantages(groups: list[Group], config: Config) -> list[float]:
+def _advantages(groups: list[Group], config: Config, off_policy: bool) -> list[float]:
     sizes = {group.size for group in groups}
+    if len(sizes) > 1 and off_policy:
+        return [advantage for group in groups for advantage in _advantages([group], config, off_policy)]
     if len(sizes) > 1:
         raise ValueError(f"groups of one optimiser step must be of one size, found {sorted(sizes)}")
     rewards = [
@@ -116,7 +124,7 @@ def _advantages(groups: list[Group], config: Config) -> list[float]:
         normalize=config.grpo.normalize_rewards,
         leave_one_out=config.grpo.use_leave_one_out_baseline,
     )
-    if config.grpo.scale_by_informative_groups:
+    if config.grpo.scale_by_informative_groups and not off_policy:
         advantages = advantages * informative_scale(given)
     return advantages.flatten().tolist()
 

@@ -39,6 +39,7 @@ from exgrpo_megatron.config.policy import (
     TokenizerConfig,
 )
 from exgrpo_megatron.config.replay_step import ReplayStepConfig
+from exgrpo_megatron.config.repo import RepoChoice, RepoConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE, AgreementConfig, GenerationConfig, VllmConfig
 from exgrpo_megatron.config.run import (
     CheckpointConfig,
@@ -105,6 +106,8 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "ReplayStepConfig",
+    "RepoChoice",
+    "RepoConfig",
     "ReturnRetiredConfig",
     "RewardShapingConfig",
     "SFTConfig",

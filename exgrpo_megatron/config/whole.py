@@ -18,6 +18,7 @@ from exgrpo_megatron.config.objective import (
     whole_share,
 )
 from exgrpo_megatron.config.policy import PolicyConfig
+from exgrpo_megatron.config.repo import RepoConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE
 from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, LoggerConfig, SFTConfig
 from exgrpo_megatron.config.section import Section, key
@@ -32,6 +33,7 @@ class Config(Section):
     loss_fn: LossConfig = key(LossConfig(), "objective")
     experience: ExperienceConfig = key(ExperienceConfig(), "experience replay")
     demonstrations: DemonstrationsConfig = key(DemonstrationsConfig(), "worked solutions as members of groups")
+    repo: RepoConfig = key(RepoConfig(), "replay without management (RePO)")
     data: DataConfig = key(..., "questions")
     policy: PolicyConfig = key(..., "the model")
     sft: SFTConfig = key(SFTConfig(), "supervised fine-tuning")
@@ -72,28 +74,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _off_policy_answers_have_a_ratio(self) -> Config:
-        if self.loss_fn.disable_ppo_ratio and self.experience.enabled:
+    def _one_source_of_off_policy_answers(self) -> Config:
+        sources: dict[str, DemonstrationsConfig | RepoConfig | ExperienceConfig]
+        sources = {"demonstrations": self.demonstrations, "repo": self.repo, "experience": self.experience}
+        given = [f"{name}.enabled = true" for name, section in sources.items() if section.enabled]
+        if len(given) > 1:
             raise ValueError(
-                "loss_fn.disable_ppo_ratio = true, but experience.enabled = true: replayed answers are off-policy and "
-                "need their ratio; set one of them to false (experience.shaping = 'log_prob' takes it from replayed "
-                "answers alone)"
+                f"{' and '.join(given)}: off-policy answers come from one of them; set the others to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _demonstrations_stand_alone(self) -> Config:
-        if not self.demonstrations.enabled:
-            return self
-        for name, value, wanted in (
-            ("experience.enabled", self.experience.enabled, "false"),
-            ("loss_fn.disable_ppo_ratio", self.loss_fn.disable_ppo_ratio, "false"),
-        ):
-            if value:
-                raise ValueError(
-                    f"demonstrations.enabled = true, but {name} = true: the off-policy members of groups are "
-                    f"demonstrations alone; set it to {wanted}, or demonstrations.enabled = false"
-                )
+        if given and self.loss_fn.disable_ppo_ratio:
+            raise ValueError(
+                f"loss_fn.disable_ppo_ratio = true, but {given[0]}: off-policy answers need their ratio; set one of "
+                "them to false (experience.shaping = 'log_prob' takes it from replayed answers alone)"
+            )
         return self
 
     @model_validator(mode="after")

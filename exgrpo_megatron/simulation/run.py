@@ -11,7 +11,7 @@ import numpy as np
 
 from exgrpo_megatron.algorithm.chance import stable_seed
 from exgrpo_megatron.comm import SingleProcess
-from exgrpo_megatron.config import Config
+from exgrpo_megatron.config import Config, DemonstrationsConfig, RepoConfig
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
@@ -110,6 +110,12 @@ def not_simulated(config: Config) -> list[str]:
         left_out.append(
             f"experience.answer_choice = {experience.answer_choice}: drawn at random, for want of a policy's scores"
         )
+    if config.demonstrations.enabled:
+        left_out.append("demonstrations: every answer is sampled")
+    if config.repo.enabled:
+        left_out.append("repo: no off-policy groups")
+    if config.env.reward_function is not None:
+        left_out.append("env.reward_function: rewards are 0 and 1")
     if config.data.validation is not None:
         left_out.append("data.validation: nothing is evaluated")
     return left_out
@@ -125,7 +131,8 @@ def simulated_config(config: Config, answer_bytes: float) -> Config:
     if config.experience.max_bytes is not None:
         changed["max_bytes"] = max(1, round(config.experience.max_bytes * record_bytes() / answer_bytes))
     experience = config.experience.model_copy(update=changed)
-    return config.model_copy(update={"loss_fn": loss, "experience": experience})
+    others = {"demonstrations": DemonstrationsConfig(), "repo": RepoConfig()}
+    return config.model_copy(update={"loss_fn": loss, "experience": experience, **others})
 
 
 def record_bytes() -> int:

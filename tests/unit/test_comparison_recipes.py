@@ -10,6 +10,13 @@ from exgrpo_megatron.recipe import changed_keys, load_recipe
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OFF = "experience.enabled: true -> false"
 
+GRPO = [
+    "grpo.normalize_rewards: false -> true",
+    "loss_fn.normalizer: global_width -> per_answer_length",
+    OFF,
+]
+REPO = "repo.enabled: false -> true"
+
 DIFFERENCES = {
     "ablations/without_question_selection": ["experience.bucket_weight: counts -> uniform"],
     "ablations/random_answer": ["experience.answer_choice: lowest_mean_entropy -> random"],
@@ -29,11 +36,12 @@ DIFFERENCES = {
         "experience.bucket_weight: counts -> accuracy",
         "experience.bucket_sigma: 1.0 -> 1.5",
     ],
-    "baselines/grpo": [
-        "grpo.normalize_rewards: false -> true",
-        "loss_fn.normalizer: global_width -> per_answer_length",
-        OFF,
-    ],
+    "baselines/grpo": GRPO,
+    "baselines/repo_best_reward": [*GRPO, REPO],
+    **{
+        f"baselines/repo_{name}": [*GRPO, REPO, f"repo.choice: best_reward -> {name}"]
+        for name in ("recent", "variance", "full_scope", "symmetric")
+    },
     "baselines/dr_grpo": [OFF],
     "baselines/gpg": [
         "grpo.scale_by_informative_groups: false -> true",

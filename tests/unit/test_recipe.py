@@ -136,7 +136,7 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["sft.optimizer={lr: 0.1, min_lr: 0.2}"], ["sft.optimizer.min_lr = 0.2", "sft.optimizer.lr = 0.1"]),
         (
             ["loss_fn.disable_ppo_ratio=true"],
-            ["loss_fn.disable_ppo_ratio = true", "experience.enabled = true", "experience.shaping = 'log_prob'"],
+            ["loss_fn.disable_ppo_ratio = true, but experience.enabled = true", "experience.shaping = 'log_prob'"],
         ),
         (
             ["loss_fn.disable_ppo_ratio=true", "experience.enabled=false", "loss_fn.ratio_clip_max=0.3"],

@@ -119,7 +119,7 @@ def test_a_file_of_which_nothing_can_be_used_is_refused(tmp_path, data_parallel,
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
-        ({"enabled": True}, "demonstrations.enabled = true, but experience.enabled = true"),
+        ({"enabled": True}, "demonstrations.enabled = true and experience.enabled = true"),
         ({"gamma": 0.2}, "gamma = 0.2 has no effect with enabled = false"),
     ],
 )

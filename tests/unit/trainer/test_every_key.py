@@ -14,6 +14,7 @@ from exgrpo_megatron.config import (
     GRPOConfig,
     LossConfig,
     ReplayStepConfig,
+    RepoConfig,
 )
 
 ENGINE = {"loss_fn": {"old_logprobs": "engine"}}
@@ -34,6 +35,13 @@ SMALL_STEPS = {"experience": {"strategy": "both", "replay_step": {"size": 0.25}}
 SHOWN = {
     "experience": {"enabled": False},
     "demonstrations": {"enabled": True, "data": {"generator": "chain_arithmetic"}},
+}
+
+# Every question comes back after two steps; the default number of answers, so that all may be asked for.
+REPO = {
+    "experience": {"enabled": False},
+    "repo": {"enabled": True, "min_kept": 4, "max_kept": 12},
+    "num_questions": 8,
 }
 
 STEPS = 7
@@ -129,6 +137,12 @@ CASES = [
     ("experience.shaping_beta", 0.2, {}),
     ("demonstrations", SHOWN["demonstrations"], {"experience": {"enabled": False}}),
     ("demonstrations.gamma", 0.3, SHOWN),
+    ("repo", REPO["repo"], {"experience": {"enabled": False}, "num_questions": 8}),
+    *[("repo.choice", choice, REPO) for choice in ("full_scope", "recent", "variance", "symmetric", "random")],
+    ("repo.num_answers", 3, REPO),
+    ("repo.max_kept", 6, REPO),
+    ("repo.min_kept", 8, REPO),
+    ("repo.weight", 0.5, REPO),
     ("data.epoch_order", "same", {"num_questions": 12}),
     ("policy.train_global_batch_size", 8, {}),
     ("policy.max_grad_norm", 1e-3, {}),
@@ -150,6 +164,8 @@ NOT_OF_A_STEP = {
     "demonstrations.enabled",
     "demonstrations.data",
     "demonstrations.ending",
+    # test_off_policy_groups.py
+    "repo.enabled",
 }
 
 
@@ -220,6 +236,7 @@ def test_every_key_of_the_algorithm_is_here():
         "experience": ExperienceConfig,
         "demonstrations": DemonstrationsConfig,
         "experience.replay_step": ReplayStepConfig,
+        "repo": RepoConfig,
     }
     keys = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     assert keys | set(VARIANTS) <= {key for key, _, _ in CASES} | NOT_OF_A_STEP
