@@ -37,11 +37,12 @@ SHOWN = {
     "demonstrations": {"enabled": True, "data": {"generator": "chain_arithmetic"}},
 }
 
-# Every question comes back after two steps; the default number of answers, so that all may be asked for.
+# Every question comes back after three steps: in step 7 each has twice the default number of answers to choose from.
 REPO = {
     "experience": {"enabled": False},
-    "repo": {"enabled": True, "min_kept": 4, "max_kept": 12},
-    "num_questions": 8,
+    "repo": {"enabled": True, "min_kept": 8},
+    "grpo": {"num_generations_per_prompt": 8},
+    "num_questions": 12,
 }
 
 STEPS = 7
@@ -137,11 +138,11 @@ CASES = [
     ("experience.shaping_beta", 0.2, {}),
     ("demonstrations", SHOWN["demonstrations"], {"experience": {"enabled": False}}),
     ("demonstrations.gamma", 0.3, SHOWN),
-    ("repo", REPO["repo"], {"experience": {"enabled": False}, "num_questions": 8}),
+    ("repo", REPO["repo"], {**REPO, "repo": {}}),
     *[("repo.choice", choice, REPO) for choice in ("full_scope", "recent", "variance", "symmetric", "random")],
     ("repo.num_answers", 3, REPO),
-    ("repo.max_kept", 6, REPO),
-    ("repo.min_kept", 8, REPO),
+    ("repo.max_kept", 12, REPO),
+    ("repo.min_kept", 16, REPO),
     ("repo.weight", 0.5, REPO),
     ("data.epoch_order", "same", {"num_questions": 12}),
     ("policy.train_global_batch_size", 8, {}),
