@@ -17,6 +17,7 @@ from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
 from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config
 from exgrpo_conversion.mapping import manifest
 from exgrpo_megatron import __version__
+from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config, DataSourceConfig, OptimizerConfig, SchedulerConfig
 from exgrpo_megatron.data.demonstrations import Demonstrations
@@ -118,6 +119,21 @@ def check_prefill(config: Config, working_folder: Path) -> None:
         check_answers_files(Path(path), config.grpo.num_generations_per_prompt)
     except CheckpointError as error:
         raise ConfigError(f"experience.prefill_path: {error}") from None
+
+
+def check_init_from(config: Config) -> None:
+    """Raise ConfigError where policy.init_from is no whole checkpoint of a run."""
+    path = config.policy.init_from
+    if path is None:
+        return
+    if (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"policy.init_from = {path!r} is a Hugging Face folder: set policy.model_name to it, and init_from to null"
+        )
+    try:
+        read_state(Path(path))
+    except CheckpointError as error:
+        raise ConfigError(f"policy.init_from: {error}") from None
 
 
 def base_model(config: Config, comm: Communicator) -> Path:

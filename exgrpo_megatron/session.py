@@ -88,7 +88,9 @@ class TrainingRun:
             reporter.note(self.parts.demonstrations.describe())
         if checkpoint:
             self._resume(checkpoint, state)
-        elif config.experience.enabled and config.experience.prefill_path:
+        elif config.policy.init_from:
+            self._begin_with(Path(config.policy.init_from))
+        if not checkpoint and config.experience.enabled and config.experience.prefill_path:
             reporter.note(load_prefill(self.parts, Path(config.experience.prefill_path)))
 
     def run(self, stop: StopSignal) -> RunOutcome:
@@ -244,6 +246,13 @@ class TrainingRun:
         )
         for line in changed_keys(state["recipe"], self.config.model_dump(mode="json")):
             self.reporter.note(f"the recipe changed since then: {line}")
+
+    def _begin_with(self, checkpoint: Path) -> None:
+        """The weights of another run's checkpoint, and nothing else of it."""
+        state = read_state(checkpoint)
+        self.store.verify(checkpoint, excuse=lambda file: not file.startswith("policy/"))
+        self.actor.begin_with(checkpoint / "policy")
+        self.reporter.note(f"beginning with the weights of {checkpoint}, after its {state['step']} steps")
 
     def _may_be_damaged(self, file: str) -> bool:
         """Whether experience judges a file of a checkpoint by itself, and goes on without what is damaged in it."""

@@ -133,6 +133,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_beginning(self) -> Config:
+        if self.policy.init_from is not None and self.sft.warm_start:
+            raise ValueError(
+                f"policy.init_from = {self.policy.init_from!r}, but sft.warm_start = true: the weights of one would "
+                "be lost; set policy.init_from to null, or sft.warm_start to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _best_metric_is_measured(self) -> Config:
         name = self.checkpointing.metric_name
         if self.data.validation and not self.eval.greedy and re.match(r"validation/(pass_rate|reward)_greedy", name):

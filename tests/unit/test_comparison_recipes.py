@@ -49,6 +49,15 @@ DIFFERENCES = {
         "loss_fn.normalizer: global_width -> global_tokens",
         OFF,
     ],
+    "baselines/continual": [
+        "grpo.max_num_steps: 80 -> 40",
+        "grpo.seed: 1 -> 2",
+        "experience.start_pass_rate: 0.35 -> null",
+        "experience.prefill_path: null -> runs/quickstart/checkpoints/step_000080/experience",
+        "data.train.generator_size: 450 -> 900",
+        "policy.init_from: null -> runs/quickstart/checkpoints/step_000080",
+        "sft.warm_start: true -> false",
+    ],
     "baselines/demonstrations": [OFF, "demonstrations.enabled: false -> true"],
     "baselines/partial_credit": [
         "env.math.require_literal: true -> false",
