@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/learning.py run --out runs/learning
     python benchmarks/learning.py table --out runs/learning
 
-`run` trains the settings of learning_settings.py (those with `--only` in their names) with each seed, and adds a line to
+`run` trains the settings of learning_settings.py (those with `--only` in their names) with each seed and adds a line to
 OUT/results.jsonl for every run that ends; begun again, it goes on where it was. A seed changes meanings, training
-questions and every draw; settings that share a warm start find it in OUT. `table` prints Markdown tables of what is
-there, with 95% t-intervals of the mean over seeds, and draws pictures into OUT.
+questions and every draw; the warm starts are kept in OUT. `table` prints Markdown tables of what is there, with 95%
+t-intervals of the mean over seeds, and draws pictures into OUT.
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ def configured(setting: Setting, seed: int, out: Path) -> Config:
 
 def identity(config: Config, setting: Setting) -> str:
     """What a run depends on, hashed; not where it lies."""
-    dumped = config.model_dump(mode="json", exclude={"logger": True, "checkpointing": True, "sft": {"warm_start_dir"}})
+    # Defaults are left out, so that a key that did not exist then makes no other run of it.
+    left_out = {"logger": True, "checkpointing": True, "sft": {"warm_start_dir"}}
+    dumped = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     text = json.dumps([dumped, setting.answers, EVALUATE_EVERY], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -89,13 +89,13 @@ def _step(key: str, value: object) -> str:
 
 
 SYMBOLS = [
-    Setting("symbols", "replay step", STEP),
+    Setting("symbols", "replay step", STEP, answers=3072),
     Setting("symbols", "GRPO B8 K4, lr 2e-4", GRPO),
     Setting("symbols", "GRPO B4 K4, lr 1e-4", GRPO, batch(4, 4, 1e-4)),
-    Setting("symbols", "both, lr 1e-4", STEP, ("experience.strategy=both", *batch(4, 4, 1e-4))),
+    Setting("symbols", "both, lr 1e-4", STEP, ("experience.strategy=both", *batch(4, 4, 1e-4)), 3072),
     Setting("symbols", "corrected", GROUPS),
-    Setting("symbols", "paper", GROUPS, ("variant=paper",)),
-    Setting("symbols", "code", GROUPS, ("variant=code",)),
+    Setting("symbols", "paper", GROUPS, ("variant=paper",), 3072),
+    Setting("symbols", "code", GROUPS, ("variant=code",), 3072),
     Setting("symbols", "GRPO B8 K8, lr 2e-4", GRPO, batch(8, 8, 2e-4)),
     Setting("symbols", "GRPO B4 K4, lr 1e-4, 2 epochs", GRPO, (*batch(4, 4, 1e-4), "grpo.num_iterations=2")),
     Setting("symbols", "GRPO B8 K4, lr 1e-4, 2 epochs", GRPO, (*batch(8, 4, 1e-4), "grpo.num_iterations=2")),

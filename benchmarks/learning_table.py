@@ -7,13 +7,10 @@ from pathlib import Path
 
 import numpy as np
 from learning_run import Measured
-from learning_settings import TASKS, Setting, Task
+from learning_settings import EVALUATE_EVERY, TASKS, Setting, Task
 
 from exgrpo_megatron.report.bands import Panel, write_bands
 from exgrpo_megatron.report.seeds import Curve, markdown_table, mean_interval, paired_difference
-
-HALFWAY = 0.5
-"""Runs are compared after this share of the answers of the longest, as well as at the end."""
 
 BySeed = Mapping[int, Measured]
 
@@ -65,11 +62,12 @@ def _first(settings: Sequence[Setting], measured: Sequence[Measured], task: str)
 
 
 def _table(task: Task, runs: Mapping[str, BySeed], first: BySeed) -> str:
-    end = min(run.answers[-1] for by_seed in runs.values() for run in by_seed.values())
-    marks = sorted({_whole(HALFWAY * end), end})
+    # Where runs are of different lengths, all are compared where the shortest ends, and the longer ones at their end.
+    marks = sorted({_whole(run.answers[-1]) for by_seed in runs.values() for run in by_seed.values()})
+    end = marks[0]
     levels = (task.level / 2, task.level)
     columns = [
-        "setting", "n", *(f"T=1 at {mark}" for mark in marks), f"greedy at {end}", f"area to {end}",
+        "setting", "n", *(f"T=1 at {mark}" for mark in marks), *(f"greedy at {mark}" for mark in marks), f"area to {end}",
         f"less the first's T=1 at {end}", *(f"answers to T=1 {level}" for level in levels),
         *(f"T=1 at {mark:.0f} CPU s" for mark in task.cpu_marks_s), "CPU s per 1000 answers", "informative groups",
     ]  # fmt: skip
@@ -80,7 +78,7 @@ def _table(task: Task, runs: Mapping[str, BySeed], first: BySeed) -> str:
         rows.append([
             name, str(len(listed)),
             *(_interval([one.at(mark) for one in curves]) for mark in marks),
-            _interval([curve(run, run.greedy).at(end) for run in listed]),
+            *(_interval([curve(run, run.greedy).at(mark) for run in listed]) for mark in marks),
             _interval([one.mean_until(end) for one in curves]),
             _difference(by_seed, first, end),
             *(_reached([one.first_at_least(level) for one in curves]) for level in levels),
@@ -91,8 +89,9 @@ def _table(task: Task, runs: Mapping[str, BySeed], first: BySeed) -> str:
     return markdown_table(columns, rows)
 
 
-def _whole(mark: float) -> int:
-    return int(mark) // 256 * 256
+def _whole(answers: int) -> int:
+    """Without what the last step went beyond the setting's length."""
+    return answers // EVALUATE_EVERY * EVALUATE_EVERY
 
 
 def _interval(values: Sequence[float], digits: int = 3) -> str:

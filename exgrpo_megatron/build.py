@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -249,16 +248,6 @@ def build_parts(
     """All parts of an RL run around an actor; stored answers lie in `experience_folder`, or in memory."""
     assert config.data.epoch_order is not None
     check_manifest(policy.weight_manifest(), manifest(inputs.architecture))
-    group_size = config.grpo.num_generations_per_prompt
-    categories = {question.id: question.category for question in inputs.train.questions}
-    experience = ExperienceBuffer(
-        config.experience,
-        group_size,
-        comm,
-        experience_folder,
-        pass_rate_decay=config.experience.pass_rate_decay,
-        categories=categories,
-    )
     return Parts(
         config=config,
         comm=comm,
@@ -267,13 +256,27 @@ def build_parts(
         verifier=build_verifier(config),
         tokenizer=inputs.tokenizer,
         order=QuestionOrder(inputs.train.questions, config.grpo.seed, config.data.epoch_order),
-        experience=experience,
+        experience=build_experience(config, inputs.train.questions, comm, experience_folder),
         train=inputs.train,
         validation=inputs.held_out,
         sampling=inputs.sampling,
         model_dir=inputs.model_dir,
         demonstrations=inputs.demonstrations,
         recent=RecentAnswers(config.repo, config.grpo.seed, comm) if config.repo.enabled else None,
+    )
+
+
+def build_experience(
+    config: Config, questions: Sequence[Question], comm: Communicator, folder: Path | None
+) -> ExperienceBuffer:
+    """An empty buffer for the training questions; stored answers lie in `folder`, or in memory."""
+    return ExperienceBuffer(
+        config.experience,
+        config.grpo.num_generations_per_prompt,
+        comm,
+        folder,
+        pass_rate_decay=config.experience.pass_rate_decay,
+        categories={question.id: question.category for question in questions},
     )
 
 
@@ -369,14 +372,3 @@ def _check_enough_questions(config: Config, train: QuestionSet) -> None:
             f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions "
             f"left after the length filter ({len(train.dropped_too_long)} were too long)"
         )
-
-
-def writable_folder(path: Path, key: str) -> Path:
-    """`path`, made if absent; raises ConfigError naming `key` where it cannot be written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{key} = {str(path)!r}: cannot be made: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} = {str(path)!r}: not writable")
-    return path

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from exgrpo_megatron import __version__, build
-from exgrpo_megatron.build import Inputs, writable_folder
+from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
@@ -21,7 +21,7 @@ from exgrpo_megatron.data.pass_rates import measured, write_pass_rates
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluation_request import EvalRequest, QuestionsOf
 from exgrpo_megatron.evaluator import Evaluation
-from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.files import replace_text, writable_folder
 from exgrpo_megatron.parts import score_by_all
 from exgrpo_megatron.report.entropy import EntropyReport, draw_entropy, entropy_report
 from exgrpo_megatron.rollout.weight_buckets import in_groups

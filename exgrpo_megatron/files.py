@@ -1,11 +1,11 @@
-"""Small text files, replaced whole or not at all."""
+"""Small text files, replaced whole or not at all, and folders that can be written."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from exgrpo_megatron.errors import UserError
+from exgrpo_megatron.errors import ConfigError, UserError
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -24,3 +24,14 @@ def replace_text(path: Path, text: str) -> None:
     except OSError as error:
         aside.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}; make room, then run again") from error
+
+
+def writable_folder(path: Path, key: str) -> Path:
+    """`path`, made if absent; raises ConfigError naming `key` where it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key} = {str(path)!r}: cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {str(path)!r}: not writable")
+    return path

@@ -7,6 +7,8 @@ from typing import Any
 
 from exgrpo_megatron.algorithm.chance import generator
 from exgrpo_megatron.config import whole_share
+from exgrpo_megatron.experience.history import Event
+from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.parts import Parts
 
 QUESTIONS_BEYOND_A_BATCH = 20
@@ -32,15 +34,17 @@ class Retirement:
         self._parts = parts
         self._total_returned = 0
 
-    def after_step(self, step: int, newly_retired: list[str]) -> Retired:
-        """Leave the step's retired questions out of later epochs, and bring back those whose turn it is."""
+    def after_step(self, step: int, report: RecordReport) -> Retired:
+        """Leave the step's retired questions out of later epochs, and bring back those whose turn it is, which becomes
+        events of the report."""
         config, kept = self._parts.config, []
         if config.experience.retire_from == "replay_and_fresh":
             reserve = config.grpo.num_prompts_per_step + QUESTIONS_BEYOND_A_BATCH
-            kept = self._parts.order.remove(newly_retired, reserve)
-        num_returned = self._bring_back(step)
-        self._total_returned += num_returned
-        return Retired(kept, num_returned, self._total_returned)
+            kept = self._parts.order.remove(report.retired, reserve)
+        returned = self._bring_back(step)
+        report.events += [Event(question_id, "returned") for question_id in returned]
+        self._total_returned += len(returned)
+        return Retired(kept, len(returned), self._total_returned)
 
     def state_dict(self) -> dict[str, Any]:
         return {"total_returned": self._total_returned}
@@ -48,11 +52,11 @@ class Retirement:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._total_returned = state["total_returned"]
 
-    def _bring_back(self, step: int) -> int:
+    def _bring_back(self, step: int) -> list[str]:
         config, experience = self._parts.config, self._parts.experience
         returned = config.experience.return_retired
         if returned is None or step % returned.period or not experience.num_retired:
-            return 0
+            return []
         # By name: the set's own order differs between processes.
         retired = sorted(experience.retired)
         rng = generator(config.grpo.seed, step, "return")
@@ -60,4 +64,4 @@ class Retirement:
         names = [retired[i] for i in rng.choice(len(retired), size=count, replace=False).tolist()]
         experience.bring_back(names)
         self._parts.order.bring_back(names, rng)
-        return count
+        return names

@@ -9,13 +9,12 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 
-from exgrpo_megatron.build import writable_folder
 from exgrpo_megatron.checkpointing import CheckpointStore
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.experience.history import HISTORY_FILE, HistoryWriter
-from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.files import replace_text, writable_folder
 from exgrpo_megatron.metrics import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink, read_metrics
 from exgrpo_megatron.recipe import dump_recipe
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import track
 
 from exgrpo_megatron.algorithm.chance import stable_seed
-from exgrpo_megatron.build import writable_folder
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.rows import read_rows
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.files import writable_folder
 from exgrpo_megatron.simulation.learner import Growth
 from exgrpo_megatron.simulation.outcome import buckets_table, steps_table, summary, summary_table, write_outcome
 from exgrpo_megatron.simulation.rates import Rates, find_rates, is_distribution

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from exgrpo_megatron.build import writable_folder
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.files import writable_folder
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.plan_command import planned_processes
-from exgrpo_megatron.process import STOPPED_AT_ONCE, launched_processes
+from exgrpo_megatron.process import launched_processes
 from exgrpo_megatron.report.console import format_duration
 from exgrpo_megatron.report.seeds import run_curve
 from exgrpo_megatron.run_folder import METRICS_FILE
@@ -61,10 +61,10 @@ def sweep_and_report(request: SweepRequest) -> int:
     plan = _Plan(request)
     with _locked(request.out):
         state = SweepState(request.out, plan.runs)
-        stopped = _run_missing(plan, state)
-        _compare(plan, state)
-    if stopped:
-        return STOPPED_AT_ONCE
+        if _run_missing(plan, state):
+            _say("stopped: the same command goes on")
+        if any(state[run].status in ("finished", "failed") for run in plan.runs):
+            _compare(plan, state)
     return SOME_FAILED if any(state[run].status == "failed" for run in plan.runs) else 0
 
 
@@ -112,22 +112,21 @@ def _check_one_process(run: Run) -> None:
 def _run_missing(plan: _Plan, state: SweepState) -> bool:
     """Returns whether a signal stopped it."""
     missing = [run for run in plan.runs if not (state[run].status == "finished" and is_whole(run))]
-    console, total = Console(soft_wrap=True, highlight=False, markup=False), len(plan.runs)
-    console.print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds: {total} runs, {total - len(missing)} done before")
+    total = len(plan.runs)
+    _say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds: {total} runs, {total - len(missing)} done before")
     done = total - len(missing)
 
     def began(run: Run) -> None:
         state.set(run, RunState("running"))
-        console.print(f"{run.name}: begins; {run.log}")
+        _say(f"{run.name}: begins; {run.log}")
 
     def ended(run: Run, how: Ended) -> None:
         nonlocal done
         state.set(run, _state_after(run, how))
         done += state[run].status == "finished"
         told = f": {state[run].message}" if state[run].message else ""
-        console.print(
-            f"{run.name}: {state[run].status} after {format_duration(how.seconds)}{told} ({done} of {total} done)"
-        )
+        after = format_duration(how.seconds)
+        _say(f"{run.name}: {state[run].status} after {after}{told} ({done} of {total} done)")
 
     with StopSignal(announce=True).installed() as stop:
         run_all(missing, plan.request.jobs, plan.devices, stop, train_command, began=began, ended=ended)
@@ -168,13 +167,16 @@ def _compare(plan: _Plan, state: SweepState) -> None:
         },
     )
     written = write_findings(plan.request.out, findings, curves)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print("", markdown(findings), *(f"written to {path}" for path in written), sep="\n")
+    _say("", markdown(findings), *(f"written to {path}" for path in written))
 
 
 def _training_seconds(records: Sequence[dict[str, float]]) -> float:
     """Of the steps alone, over all processes that the run took; evaluations and checkpoints are not among them."""
     return sum(record.get("time/step_s", 0.0) for record in records)
+
+
+def _say(*lines: str) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(*lines, sep="\n")
 
 
 def _missing(run: Run, state: RunState) -> Missing:

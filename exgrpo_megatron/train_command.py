@@ -19,7 +19,7 @@ from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
 from exgrpo_megatron.report.console import ProgressReporter, budget_text
 from exgrpo_megatron.report.dashboard import write_dashboard
-from exgrpo_megatron.report.summary import before_and_after, run_summary
+from exgrpo_megatron.report.summary import before_and_after, health_lines, run_summary
 from exgrpo_megatron.report.tables import numbers_table, variant_table
 from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE, RunFolder, checkpoint_store
 from exgrpo_megatron.session import RunOutcome
@@ -118,6 +118,7 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
         budget=budget_text(records[-1]) if records else "",
         elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
+        health=health_lines(records),
     )
 
 

@@ -151,7 +151,7 @@ class Trainer:
         per_micro_batch = config.loss_fn.entropy_bonus == "per_micro_batch"
         results, num_capped = [], 0
         rng = generator(config.grpo.seed, step, "minibatches")
-        for part in minibatches(groups, config.updates_per_step, rng):
+        for part in minibatches(groups, config.updates_per_pass, rng, num_passes=config.grpo.num_iterations):
             names, size = {group.question.id for group in part}, self.parts.comm.size
             theirs = [group for group in off_policy if group.question.id in names]
             sequences = train_sequences(part, config, data_parallel_size=size)
@@ -172,4 +172,4 @@ class Trainer:
             collect=self.control.collecting,
             truncated=not self.config.grpo.overlong_filtering,
         )
-        return report, self.retirement.after_step(step, report.retired)
+        return report, self.retirement.after_step(step, report)

@@ -96,6 +96,10 @@ class Group:
         """k, the replayed member included."""
         return sum(member.correct for member in self.trajectories)
 
+    def solved(self, above: float | None) -> bool:
+        """Whether every member is correct, and its reward above `above` if that is given."""
+        return all(member.correct and (above is None or member.reward > above) for member in self.trajectories)
+
     @property
     def replayed(self) -> bool:
         return any(member.replayed for member in self.trajectories)

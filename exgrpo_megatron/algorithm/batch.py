@@ -15,8 +15,11 @@ from exgrpo_megatron.config import Config, LossConfig
 from exgrpo_megatron.types import AnswerName, Group, Logprobs, TrainSequence, Trajectory
 
 
-def minibatches(groups: list[Group], num_minibatches: int, generator: np.random.Generator) -> list[list[Group]]:
-    """Shuffle the groups of a training step and deal them out whole, equally many to each optimiser step.
+def minibatches(
+    groups: list[Group], num_minibatches: int, generator: np.random.Generator, *, num_passes: int = 1
+) -> list[list[Group]]:
+    """Shuffle the groups of a training step and deal them out whole, equally many to each optimiser step; with several
+    passes anew for each.
 
     Raises:
         ValueError: the groups cannot be divided equally.
@@ -24,8 +27,9 @@ def minibatches(groups: list[Group], num_minibatches: int, generator: np.random.
     size, rest = divmod(len(groups), num_minibatches)
     if rest or not size:
         raise ValueError(f"{len(groups)} groups cannot be dealt out equally to {num_minibatches} optimiser steps")
-    order = generator.permutation(len(groups))
-    return [[groups[i] for i in order[start : start + size]] for start in range(0, len(groups), size)]
+    orders = [generator.permutation(len(groups)) for _ in range(num_passes)]
+    starts = range(0, len(groups), size)
+    return [[groups[i] for i in order[start : start + size]] for order in orders for start in starts]
 
 
 def train_sequences(

@@ -85,6 +85,9 @@ class ExperienceConfig(Section):
     difficulty_window: Annotated[int, Field(ge=1, le=128)] | None = key(
         None, "new answers of a question that its rate is taken over (difficulty: window)", "answers"
     )
+    difficulty_reward_range: tuple[float, float] = key(
+        (0.0, 1.0), "rewards of the worst and the best answer (difficulty: reward_variance)"
+    )
     difficulty_range: tuple[Share, Share] | None = key(
         None, "draw only questions whose rate is from the first to the second value, both included; null: any"
     )
@@ -119,6 +122,11 @@ class ExperienceConfig(Section):
         "where a question with all K correct no longer appears: among replayed ones, or from the next epoch on among "
         "new ones too, of which a batch and 20 always stay; never: it stays everywhere, in bucket K - 1, and its "
         "answers are stored; null: as the variant says, but never with strategy replay_step",
+    )
+    solved_above: float | None = key(
+        None,
+        "a question is solved, and retired, when every reward of its group is above this, and else stays in bucket "
+        "K - 1 (env.reward_function only); null: when every answer is correct",
     )
     return_retired: ReturnRetiredConfig | None = key(None, "bring retired questions back; null: retired for good")
     unused_fresh: Literal["keep", "discard"] | None = key(
@@ -178,6 +186,14 @@ class ExperienceConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _solved_means_retired(self) -> ExperienceConfig:
+        if self.solved_above is not None and self.retire_from == "never":
+            raise ValueError(
+                f"solved_above = {self.solved_above}, but retire_from = 'never' retires nothing: set one of them back"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _switch_has_two_ways(self) -> ExperienceConfig:
         start, stop = self.start_pass_rate, self.stop_pass_rate
         if stop is not None and start is None:
@@ -223,6 +239,18 @@ class ExperienceConfig(Section):
                 f"difficulty = {self.difficulty!r} with difficulty_window = {self.difficulty_window}: a window needs "
                 "its number of answers, and is for difficulty = 'window' alone"
             )
+        worst, best = self.difficulty_reward_range
+        if self.difficulty != "reward_variance" and (worst, best) != (0.0, 1.0):
+            raise ValueError(
+                f"difficulty_reward_range = {[worst, best]} has no effect with difficulty = {self.difficulty!r}: set "
+                "it back, or difficulty to 'reward_variance'"
+            )
+        if not worst < best:
+            raise ValueError(f"difficulty_reward_range = {[worst, best]}: the first must be below the second")
+        return self
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> ExperienceConfig:
         if self.difficulty_range is None and self.difficulty_range_unit != "rate":
             raise ValueError(
                 f"difficulty_range_unit = {self.difficulty_range_unit!r} has no effect while difficulty_range is null: "

@@ -72,6 +72,7 @@ class GRPOConfig(Section):
 
     num_prompts_per_step: PositiveInt = key(32, "questions in one step, replayed ones included (B)", "questions")
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = key(8, "members of a group (K)", "answers")
+    num_iterations: PositiveInt = key(1, "passes over the answers of a step (PPO epochs)", "passes")
     max_num_steps: PositiveInt = key(100, "training steps of the whole run", "steps")
     seed: Seed = key(42, "seed of every random draw of the run")
     val_period: Count = key(

@@ -133,6 +133,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _solved_is_more_than_correct(self) -> Config:
+        above = self.experience.solved_above
+        if above is not None and self.env.reward_function is None:
+            raise ValueError(
+                f"experience.solved_above = {above} has no effect without env.reward_function: other rewards are 0 or "
+                "1; set it to null"
+            )
+        if above is not None and above <= self.env.correct_above:
+            raise ValueError(
+                f"experience.solved_above = {above} is not above env.correct_above = {self.env.correct_above}, and has "
+                "no effect: solved questions have correct answers only; raise it, or set it to null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_beginning(self) -> Config:
         if self.policy.init_from is not None and self.sft.warm_start:
             raise ValueError(
@@ -236,6 +251,11 @@ class Config(Section):
     @property
     def updates_per_step(self) -> int:
         """Optimiser steps on new answers a training step."""
+        return self.grpo.num_iterations * self.updates_per_pass
+
+    @property
+    def updates_per_pass(self) -> int:
+        """Optimiser steps of one pass over the answers of a training step."""
         sequences = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
         return sequences // self.policy.train_global_batch_size
 

@@ -3,8 +3,8 @@
 A question such as "9cd" is a digit and some letters; its difficulty is the number of letters. Each letter secretly
 means one of six known shifts of a digit, A to F (modulo 10). The answer applies them in turn and boxes every partial
 result, "9E=6\\n6B=9\\n\\\\boxed{69}": the shifts differ, so that a wrong reading is never right by luck. A base model
-computes well but does not know the meanings: of each letter it believes the prior below, which holds the true meaning
-for 8 to 25% likely. What it finds out about a letter helps with every question that has it, the held-out ones included.
+computes well but does not know the meanings: of each letter it believes the prior below, by which the true meaning has
+8 to 25%. What it finds out about a letter helps with every question that has it, the held-out ones included.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LETTERS = "abcdefghijkl"
 SHIFTS = {"A": 1, "B": 3, "C": 4, "D": 6, "E": 7, "F": 9}
 """Name and amount of each shift."""
 
-_PRIOR_SEED = 1
-_PRIOR_FLOOR = 0.25
-"""Share of the prior that is spread evenly, so that no meaning is out of reach."""
+BELIEVED = (0.40, 0.22, 0.15, 0.12, 0.07, 0.04)
+"""What the base model believes of each letter: these probabilities, in another order of the shifts for every letter."""
+
 _LIKELY = (0.08, 0.25)
-"""The prior of a true meaning: neither known from the start nor too rare to be found."""
+"""Believed probability of a true meaning: neither known from the start nor too rare to be found."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +91,13 @@ def guess(rng: random.Random, question: SymbolQuestion) -> str:
 
 @cache
 def prior() -> dict[str, dict[str, float]]:
-    """What the base model believes of each letter: the probability of every shift. The same everywhere and always."""
-    rng = random.Random(_PRIOR_SEED)
-    table = {}
-    for letter in LETTERS:
-        # Exponential draws over their sum are uniform over all distributions.
-        drawn = [rng.expovariate(1.0) for _ in SHIFTS]
-        floor = _PRIOR_FLOOR / len(SHIFTS)
-        table[letter] = {
-            shift: floor + (1 - _PRIOR_FLOOR) * value / sum(drawn) for shift, value in zip(SHIFTS, drawn, strict=True)
-        }
-    return table
+    """Letter -> shift -> believed probability. The same everywhere and always: kept warm starts depend on it."""
+    rng = random.Random("unknown symbols")
+    return {letter: dict(zip(rng.sample(sorted(SHIFTS), len(SHIFTS)), BELIEVED, strict=True)) for letter in LETTERS}
 
 
 def meanings(seed: int) -> dict[str, str]:
-    """The hidden meaning of every letter: one that the prior holds for 8 to 25% likely."""
+    """The hidden meaning of every letter: one to which the prior gives 8 to 25%."""
     rng = random.Random(f"meanings:{seed}")
     lowest, highest = _LIKELY
     return {

@@ -150,24 +150,24 @@ class ExperienceBuffer:
         exclude: Collection[str] = frozenset(),
         *,
         weights: tuple[BucketWeight, float] | None = None,
+        by: ExperienceConfig | None = None,
     ) -> list[str]:
         """Min(n, available) distinct questions to replay: a bucket by its weight, then uniformly within it; of those
         that `experience.difficulty_range` and `entropy_percentile` leave.
 
-        `exclude`: questions that must not be drawn, such as those already in the batch. `weights`: kind and width, in
-        place of the section's. Time depends on `n`, not on the number of stored questions, unless there are such
-        limits: then the buckets at the ends of the range, or all of them, are looked through at some 100 million
-        questions a second.
+        `exclude`: questions that must not be drawn, such as those already in the batch. `by`: a section in place of the
+        buffer's for this draw; what a question's rate is stays. `weights`: kind and width, in place of the section's.
+        Time depends on `n`, not on the number of stored questions, unless there are such limits: then the buckets at
+        the ends of the range, or all of them, are looked through at some 100 million questions a second.
         """
-        assert self._config.bucket_weight is not None
-        weight, sigma = weights or (self._config.bucket_weight, self._config.bucket_sigma)
+        config = by or self._config
+        assert config.bucket_weight is not None
+        weight, sigma = weights or (config.bucket_weight, config.bucket_sigma)
         index, pool = self._state.index, Pool(self._state.index)
-        if self._config.difficulty_range is not None:
-            pool.keep_range(
-                Range(*self._config.difficulty_range, self._config.difficulty_range_unit), self._state.rating
-            )
-        if self._config.entropy_percentile is not None and len(index):
-            pool.keep_entropies_up_to(self._state.entropy_limit())
+        if config.difficulty_range is not None:
+            pool.keep_range(Range(*config.difficulty_range, config.difficulty_range_unit), self._state.rating)
+        if config.entropy_percentile is not None and len(index):
+            pool.keep_entropies_up_to(self.entropy_limit(config.entropy_percentile))
         self._num_drawable = int(pool.sizes.sum())
         pool.exclude(exclude)
         return draw_questions(pool, n, weight, sigma, index.cell_sizes, rng)
@@ -177,19 +177,33 @@ class ExperienceBuffer:
         """Questions that the last draw could choose from, before it excluded any."""
         return self._num_drawable
 
+    def entropy_limit(self, percentile: float) -> float:
+        """The lowest recorded entropy of an answer of the question at this percentile among those stored; they are
+        known where `experience.entropy_percentile` is set."""
+        return self._state.index.entropy_at(percentile)
+
+    def entropies(self, question_ids: Sequence[str]) -> list[NDArray[np.float32]]:
+        """Of each question the recorded entropies (means of -log-prob) of its answers, oldest first. Collective."""
+        state = self._state
+        mine = {
+            name: state.keeper.store.entropies(state.index.row(name)) for name in question_ids if state.owner.owns(name)
+        }
+        found = all_gather_union(self._comm, mine)
+        return [found[name] for name in question_ids]
+
+    def rates(self, question_ids: Sequence[str]) -> NDArray[np.float64]:
+        """How hard stored questions are, from 0 (hard) to 1, by `experience.difficulty`."""
+        index = self._state.index
+        rows = np.array([index.row(name) for name in question_ids], np.int64)
+        return self._state.rating.rates(rows, index.places(rows)[0])
+
     def candidates(self, question_ids: Sequence[str]) -> list[list[int]]:
         """Of each question the answers that may be replayed, by their index, oldest first: all, or with
         `experience.entropy_percentile` those within the limit, or else the one of lowest entropy. Collective."""
         if self._config.entropy_percentile is None:
             return [list(range(self.count(name))) for name in question_ids]
-        limit, state = self._state.entropy_limit(), self._state
-        mine = {
-            name: within(state.keeper.store.entropies(state.index.row(name)), limit)
-            for name in question_ids
-            if state.owner.owns(name)
-        }
-        found = all_gather_union(self._comm, mine)
-        return [found[name] for name in question_ids]
+        limit = self.entropy_limit(self._config.entropy_percentile)
+        return [within(entropies, limit) for entropies in self.entropies(question_ids)]
 
     def intact(self, question_ids: Sequence[str]) -> list[str]:
         """Those of the questions that have a sound answer; damaged ones are dropped first. Collective.
@@ -260,7 +274,8 @@ class ExperienceBuffer:
         answers, unless `experience.retire_from` is `never`: then all are stored, and its bucket is K - 1; 0 < k < K
         stores the new correct answers and makes k the bucket of the question, if it has stored answers; k == 0 changes
         nothing. An answer without exactly one finite log-prob a token is refused. Then answers are evicted that are
-        beyond a cap. Does nothing where `experience.enabled` is false.
+        beyond a cap. Does nothing where `experience.enabled` is false. Groups may be of any size where k of K decides
+        nothing: `experience.difficulty` is not `last_group`, and nothing retires.
 
         Raises:
             ValueError: a group is not of the buffer's group size.
@@ -268,7 +283,8 @@ class ExperienceBuffer:
         """
         if not self._config.enabled:
             return RecordReport()
-        for group in groups:
+        any_size = self._config.difficulty != "last_group" and self._config.retire_from == "never"
+        for group in () if any_size else groups:
             if group.size != self._state.group_size:
                 raise ValueError(f"a group of {group.size} members in a buffer for groups of {self._state.group_size}")
         changes, report = changes_of(
@@ -278,6 +294,7 @@ class ExperienceBuffer:
             collect=collect,
             truncated=truncated,
             retire=self._config.retire_from != "never",
+            solved_above=self._config.solved_above,
         )
         serials = self._state.take_serials([len(change.answers) for change in changes])
         with together(self._comm):

@@ -30,6 +30,7 @@ class QuestionIndex:
         self.ids = IdTable()
         self.categories, self.group_size, self.num_buckets = categories, group_size, group_size - 1
         self._with_entropies = with_entropies
+        self._entropy_at: dict[float, float] = {}
         more: dict[str, type] = {"category": np.int16} if categories.count > 1 else {}
         more |= {"entropy": np.float32} if with_entropies else {}
         self._rows = Columns(bucket=np.int16, position=np.int32, num_answers=np.int32, retired=np.bool_, **more)
@@ -71,7 +72,7 @@ class QuestionIndex:
         self._total_answers -= int(self._rows["num_answers"][row])
         self._rows["bucket"][row] = self._rows["num_answers"][row] = 0
         if self._with_entropies:
-            self._rows["entropy"][row] = np.inf
+            self.set_entropies(np.array([row]), np.array([np.inf], np.float32))
 
     def rebucket(self, buckets: NDArray[np.int64]) -> int:
         """Move stored questions into other buckets, given by row, in the order of `items`; returns how many moved."""
@@ -160,7 +161,16 @@ class QuestionIndex:
         return self._rows["entropy"]
 
     def set_entropies(self, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        self._rows["entropy"][rows] = values
+        # Never below 0, and no -0.0: then numbers are in the order of their bits.
+        self._rows["entropy"][rows] = np.maximum(values, np.float32(0)) + np.float32(0)
+        self._entropy_at = {}
+
+    def entropy_at(self, percentile: float) -> float:
+        """The smallest of them that this many percent of the stored questions do not exceed."""
+        if percentile not in self._entropy_at:
+            place = max(int(np.ceil(percentile * len(self) / 100)) - 1, 0)
+            self._entropy_at[percentile] = _in_place(self.entropies, place)
+        return self._entropy_at[percentile]
 
     def num_answers(self, question_id: str) -> int:
         """Answers of the question; 0 where it is not stored."""
@@ -236,7 +246,7 @@ class QuestionIndex:
     def _begin(self, first: int) -> None:
         """What new rows have from the first on."""
         if self._with_entropies:
-            self._rows["entropy"][first:] = np.inf
+            self.set_entropies(np.arange(first, len(self._rows)), np.full(len(self._rows) - first, np.inf, np.float32))
         if self.categories.count > 1:
             rows = range(first, len(self._rows))
             self._rows["category"][first:] = [self.categories.number(self.ids.name(row)) for row in rows]
@@ -256,3 +266,12 @@ class QuestionIndex:
         last = int(listed[self._lengths[cell]])
         listed[place] = last
         self._rows["position"][last] = place
+
+
+def _in_place(values: NDArray[np.float32], place: int) -> float:
+    """What stands at a place of the values in ascending order, none of them below 0: the upper halves of their bits are
+    counted, and only those that share one are sorted. Of a million this is more than twice as fast as a partition."""
+    upper = (values.view(np.uint32) >> 16).astype(np.uint16)
+    ends = np.cumsum(np.bincount(upper))
+    half = int(np.searchsorted(ends, place, side="right"))
+    return float(np.sort(values[upper == half])[place - (int(ends[half - 1]) if half else 0)])

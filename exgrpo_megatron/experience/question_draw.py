@@ -37,6 +37,7 @@ class Pool:
         self._allowed: dict[int, Places] = {}
         """Of cells of which not all may be."""
         self._excluded: list[list[int]] = []
+        self._known_rates: dict[int, NDArray[np.float64]] = {}
 
     @property
     def sizes(self) -> Sizes:
@@ -52,24 +53,25 @@ class Pool:
         """Leave out questions without an answer of at most that entropy."""
         fits = self._index.entropies <= np.float32(limit)
         for cell in np.flatnonzero(self._sizes).tolist():
-            places = self._places(cell)
-            self._keep(cell, places[fits[self._index.listed(cell)[places]]])
+            rows, places = self._index.listed(cell), self._allowed.get(cell)
+            self._keep(cell, np.flatnonzero(fits.take(rows)) if places is None else places[fits[rows[places]]])
 
     def exclude(self, question_ids: Collection[str]) -> None:
         """Leave out these, at the end."""
         self._excluded = self._index.positions(question_ids)
         for cell, places in enumerate(self._excluded):
-            if cell in self._allowed:
-                self._keep(cell, np.setdiff1d(self._allowed[cell], np.array(places, np.int64), assume_unique=True))
-            elif places:
+            if cell not in self._allowed:
                 self._sizes.flat[cell] -= len(places)
+            elif places:
+                allowed = self._allowed[cell]
+                self._keep(cell, np.delete(allowed, np.flatnonzero(np.isin(allowed, places, assume_unique=True))))
 
     def sample(self, cell: int, count: int, rng: np.random.Generator) -> list[str]:
         """`count` distinct questions of a cell, each of those that may be with the same probability."""
         if cell not in self._allowed:
             return self._index.sample(cell, count, self._excluded[cell], rng)
         places = self._allowed[cell]
-        chosen = places[rng.choice(len(places), size=count, replace=False)] if count else places[:0]
+        chosen = places[rng.choice(len(places), size=count, replace=False)]
         return [self._index.ids.name(row) for row in self._index.listed(cell)[chosen].tolist()]
 
     def _limits(self, wanted: Range, rating: Rating) -> list[tuple[float, float]]:
@@ -101,19 +103,18 @@ class Pool:
         first, last = bucket_of(np.array([low, high]), rating.group_size).tolist()
         for bucket in range(1, self._index.num_buckets + 1):
             cell = category * self._index.num_buckets + bucket - 1
-            if not first <= bucket <= last:
+            outside = rating.is_bucket and not low <= bucket / rating.group_size <= high
+            if outside or not first <= bucket <= last:
                 self._keep(cell, np.zeros(0, np.int64))
-            elif bucket in (first, last):
+            elif bucket in (first, last) and not rating.is_bucket:
                 rates = self._rates(cell, rating)
                 self._keep(cell, np.flatnonzero((rates >= low) & (rates <= high)))
 
     def _rates(self, cell: int, rating: Rating) -> NDArray[np.float64]:
-        rows = self._index.listed(cell).astype(np.int64)
-        return rating.rates(rows, np.full(len(rows), cell % self._index.num_buckets + 1))
-
-    def _places(self, cell: int) -> Places:
-        found = self._allowed.get(cell)
-        return np.arange(len(self._index.listed(cell))) if found is None else found
+        if cell not in self._known_rates:
+            rows = self._index.listed(cell).astype(np.int64)
+            self._known_rates[cell] = rating.rates(rows, cell % self._index.num_buckets + 1)
+        return self._known_rates[cell]
 
     def _keep(self, cell: int, places: Places) -> None:
         if len(places) < len(self._index.listed(cell)):
@@ -136,8 +137,8 @@ def draw_questions(
         sizes = pool.sizes[category]
         ranks = None if len(stored) == 1 else mean_ranks(stored[category])
         counts = bucket_counts(weight, int(shares[category]), sizes, sigma, rng, ranks)
-        for bucket, count in enumerate(counts.tolist()):
-            drawn += pool.sample(category * len(sizes) + bucket, count, rng)
+        for bucket in np.flatnonzero(counts).tolist():
+            drawn += pool.sample(category * len(sizes) + bucket, int(counts[bucket]), rng)
     return [drawn[i] for i in rng.permutation(len(drawn))]
 
 

@@ -19,6 +19,7 @@ Rows = NDArray[np.int64]
 Values = NDArray[np.float64]
 
 _MOST_REPLAYS = int(np.iinfo(np.uint16).max)
+_NAN_AT_FIRST = {"pass_rate", "reward_mean", "reward_variance"}
 _ALWAYS = {"attempts": np.uint32, "last_step": np.int32, "replays": np.uint16}
 
 
@@ -122,9 +123,11 @@ class QuestionStats:
         return np.array([self.ids.find(name) for name in question_ids], np.int64)
 
     def column(self, name: str, rows: Rows) -> NDArray[np.generic]:
-        """Values of one column; 0 for rows without an attempt, NaN for their running pass rate."""
+        """Values of one column; for rows without an attempt 0, or NaN for rates and moments of rewards."""
+        if len(rows) and rows.min() >= 0 and rows.max() < len(self._columns):
+            return self._columns[name][rows]
         values = np.zeros(len(rows), self._columns[name].dtype)
-        if name == "pass_rate":
+        if name in _NAN_AT_FIRST:
             values[:] = np.nan
         there = (rows >= 0) & (rows < len(self._columns))
         values[there] = self._columns[name][rows[there]]
@@ -138,15 +141,13 @@ class QuestionStats:
     def window_rates(self, rows: Rows) -> Values:
         """Shares of right answers among the last attempts, as many as there are up to the window."""
         assert self.kept.window, "no results are kept"
-        known = self.column("known", rows).astype(np.float64)
-        return np.divide(self.column("right", rows), known, out=np.full(len(rows), np.nan), where=known > 0)
+        with np.errstate(invalid="ignore"):
+            return np.divide(self.column("right", rows), self.column("known", rows), dtype=np.float64)
 
     def reward_moments(self, rows: Rows) -> tuple[Values, Values]:
         """Mean and variance (of the members, not an estimate) of the last group's rewards, its stored answer's too."""
         assert self.kept.rewards, "no rewards are kept"
-        never = self.column("attempts", rows) == 0
         mean, variance = (self.column(name, rows).astype(np.float64) for name in ("reward_mean", "reward_variance"))
-        mean[never] = variance[never] = np.nan
         return mean, variance
 
     def known_rows(self) -> Rows:
@@ -157,8 +158,8 @@ class QuestionStats:
         """Have room for the row."""
         if row >= len(self._columns):
             first = self._columns.extend(row + 1 - len(self._columns))
-            if self.kept.pass_rate_decay is not None:
-                self._columns["pass_rate"][first:] = np.nan
+            for name in _NAN_AT_FIRST & self.kept.types.keys():
+                self._columns[name][first:] = np.nan
 
     def put(self, name: str, rows: Rows, values: NDArray[np.generic]) -> None:
         """Set a column, of rows for which there is room."""

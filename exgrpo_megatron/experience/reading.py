@@ -105,6 +105,15 @@ def iterate_rows(paths: Sequence[Path], group_size: int) -> Iterator[Row]:
                     yield _row(path, row, place, question_id, answer, sizes)
 
 
+def question_ids(paths: Sequence[Path], group_size: int) -> Iterator[str]:
+    """Of every row; nothing else is read. Raises CheckpointError as above."""
+    for path in paths:
+        with _opened(path) as file:
+            _check_schema(path, file.schema_arrow, group_size)
+            for group in range(file.num_row_groups):
+                yield from _question_ids(file, group)
+
+
 def check_answers_files(path: Path, group_size: int) -> None:
     """Refuse early, without reading the rows, what reading would refuse for the files as a whole.
 

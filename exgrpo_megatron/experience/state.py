@@ -55,7 +55,8 @@ class BufferState:
     @property
     def rating(self) -> Rating:
         """How hard questions are."""
-        return Rating(self.config.difficulty, self.group_size, self.stats)
+        config = self.config
+        return Rating(config.difficulty, self.group_size, self.stats, config.difficulty_reward_range)
 
     def take_serials(self, counts: Sequence[int]) -> list[int]:
         """The first serial of each of several lots of answers."""
@@ -97,13 +98,6 @@ class BufferState:
         buckets = self.index.buckets()
         rates = self.rating.rates(np.arange(len(buckets)), buckets)
         return self.index.rebucket(bucket_of(rates, self.group_size))
-
-    def entropy_limit(self) -> float:
-        """The lowest entropy of the question at `experience.entropy_percentile` among those stored."""
-        percentile = self.config.entropy_percentile
-        assert percentile is not None
-        place = max(int(np.ceil(percentile * len(self.index) / 100)) - 1, 0)
-        return float(np.partition(self.index.entropies, place)[place]) if len(self.index) else float("inf")
 
     def refresh_entropies(self, question_ids: Iterable[str]) -> None:
         """Ask the owners of questions, alike on every process, for the lowest entropies of their answers, where they

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,7 @@ from exgrpo_megatron.experience.encoding import HEADER_BYTES, decode, facts_of, 
 from exgrpo_megatron.experience.files import GROUP_SIZE_KEY, SUMMARY_FILE, Row, find_answers_files, read_summary
 from exgrpo_megatron.experience.manifest import Manifest, read_manifest
 from exgrpo_megatron.experience.partition import shard_of
-from exgrpo_megatron.experience.reading import iterate_rows
+from exgrpo_megatron.experience.reading import iterate_rows, question_ids
 from exgrpo_megatron.experience.recovery import Recovery, find_segments
 from exgrpo_megatron.experience.segments import Segment
 from exgrpo_megatron.experience_tools.rows import RowCheck, read_rows
@@ -46,6 +46,9 @@ class AnswerReader(Protocol):
     def rows(self, only: Collection[str] | None = None) -> Iterator[Row]:
         """Every answer, or those of some questions; those of a question together and oldest first."""
 
+    def ids(self) -> Iterable[str]:
+        """Of every question that has an answer; some may come more than once."""
+
     def facts(self) -> Iterator[Facts]:
         """Of every answer; token ids and log-probs are not read where that can be avoided."""
 
@@ -69,6 +72,9 @@ class SegmentReader:
             for place in range(int(begins[question]), int(begins[question + 1])):
                 answer = decode(_record(manifest, place)).answer
                 yield Row(name, bucket, int(positions[question]), place - int(begins[question]), answer)
+
+    def ids(self) -> Iterable[str]:
+        return self._manifest().question_ids
 
     def facts(self) -> Iterator[Facts]:
         manifest = self._manifest()
@@ -114,6 +120,9 @@ class LiveReader:
                 for index, record in enumerate(records):
                     yield Row(name, 1, position, index, record.answer)
 
+    def ids(self) -> Iterable[str]:
+        return (row.question_id for row in self.rows())
+
     def facts(self) -> Iterator[Facts]:
         return map(_facts, self.rows())
 
@@ -131,6 +140,10 @@ class ParquetReader:
         assert self.group_size is not None
         rows = iterate_rows(self.paths, self.group_size)
         return (row for row in rows if only is None or row.question_id in only)
+
+    def ids(self) -> Iterable[str]:
+        assert self.group_size is not None
+        return question_ids(self.paths, self.group_size)
 
     def facts(self) -> Iterator[Facts]:
         return map(_facts, self.rows())
@@ -157,6 +170,9 @@ class JsonlReader:
             if only is None or row.question_id in only:
                 position, index = (int(values.get(name) or 0) for name in ("position", "answer_index"))
                 yield Row(row.question_id, row.bucket, position, index, row.answer)
+
+    def ids(self) -> Iterable[str]:
+        return (row.question_id for row in self.rows())
 
     def facts(self) -> Iterator[Facts]:
         return map(_facts, self.rows())

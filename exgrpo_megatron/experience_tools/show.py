@@ -65,7 +65,7 @@ def find_question(source: Source, wanted: str, texts: Texts) -> str:
 
 def _known_ids(source: Source) -> dict[str, None]:
     """Of stored and retired questions, and those of the history."""
-    ids = {facts.question_id: None for facts in source.reader().facts()}
+    ids = dict.fromkeys(source.reader().ids())
     summary = source.summary()
     ids |= dict.fromkeys(summary.retired if summary else ())
     if source.history:

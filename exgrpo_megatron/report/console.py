@@ -110,6 +110,9 @@ def step_parts(metrics: Metrics) -> list[str]:
         ("policy/entropy", lambda value: f"entropy {value:.3f}"),
         ("ratio_replayed/p50", lambda value: _ratio("ratio_replayed", value, metrics)),
         ("ratio_replay_step/p50", lambda value: _ratio("ratio_replay_step", value, metrics)),
+        ("guards/held", lambda value: "GUARDED" if value else ""),
+        ("guards/crossed", lambda value: f"LIMITS CROSSED {value:.0f}" if value else ""),
+        ("freshness/data_left", lambda _: _alarms(metrics)),
         ("policy/skipped_updates", lambda value: f"SKIPPED updates {value:.0f}" if value else ""),
         ("replay_step/skipped_updates", lambda value: f"SKIPPED replay steps {value:.0f}" if value else ""),
         ("reward/timeout", lambda value: f"reward time-outs {value:.0f}" if value else ""),
@@ -154,6 +157,11 @@ def format_count(value: float) -> str:
         if value >= limit:
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}"
+
+
+def _alarms(metrics: Metrics) -> str:
+    ringing = [name.removeprefix("alarm/") for name, value in metrics.items() if name.startswith("alarm/") and value]
+    return f"ALARM {', '.join(ringing)}" if ringing else ""
 
 
 def _buffer(questions: float, metrics: Metrics) -> str:

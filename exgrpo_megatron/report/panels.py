@@ -51,6 +51,9 @@ def draw_pass_rate(ax: Axes, run: RunData) -> None:
         start = experience.replay_step.start_pass_rate
     if start is not None:
         ax.axhline(start, color=GREEN, lw=0.9, ls="--", label=f"replay starts above {start:.0%}")
+    stop = run.config.experience.stop_pass_rate
+    if run.config.experience.enabled and stop is not None:
+        ax.axhline(stop, color=RED, lw=0.9, ls="--", label=f"replay stops below {stop:.0%}")
     _legend(ax)
 
 
@@ -73,7 +76,7 @@ def draw_buckets(ax: Axes, run: RunData) -> None:
 
 
 def draw_buffer(ax: Axes, run: RunData) -> None:
-    """Questions in the buffer and retired (left), stored answers (right)."""
+    """Questions in the buffer and retired (left), stored answers (right); steps in which an alarm rang."""
     ax.set_title("Experience")
     questions, retired = run.series("experience/buffer_questions"), run.series("experience/retired")
     answers = run.series("experience/stored_answers")
@@ -82,6 +85,7 @@ def draw_buffer(ax: Axes, run: RunData) -> None:
         return
     _line(ax, questions.steps, questions.values, color=BLUE, label="questions in the buffer")
     _line(ax, retired.steps, retired.values, color=GREEN, label="questions retired")
+    _shade(ax, _ringing(run), RED, "an alarm rings")
     right = ax.twinx()
     _line(right, answers.steps, answers.values, color=AMBER, ls="--", lw=1.3, label="answers stored (right)")
     right.grid(visible=False)
@@ -94,7 +98,8 @@ def draw_buffer(ax: Axes, run: RunData) -> None:
 
 
 def draw_ratios(ax: Axes, run: RunData) -> None:
-    """Quantile band of the replayed tokens' ratio, those of groups if there are any, on a log scale."""
+    """Quantile band of the replayed tokens' ratio, those of groups if there are any, on a log scale; steps that a guard
+    held."""
     ax.set_title("Ratio of replayed tokens (new / recorded)")
     name = "ratio_replayed" if len(run.series("ratio_replayed/p50")) else "ratio_replay_step"
     p01, p50, p99 = (run.series(f"{name}/{stat}") for stat in ("p01", "p50", "p99"))
@@ -102,6 +107,8 @@ def draw_ratios(ax: Axes, run: RunData) -> None:
         _nothing(ax, _without_replay(run, "nothing replayed yet"))
         return
     _log_scale(ax)
+    held = run.series("guards/held")
+    _shade(ax, held.steps[held.values > 0], BLUE, "held by a guard")
     ax.axhline(1, color=INK, lw=0.6)
     if len(p50) > 1:
         ax.fill_between(p50.steps, p01.values, p99.values, color=ORANGE, alpha=0.25, lw=0, label="1% to 99%")
@@ -227,6 +234,23 @@ def _stack(ax: Axes, steps: FloatArray, rows: FloatArray, labels: Sequence[str],
     for row, label, color in zip(rows, labels, colors, strict=True):
         ax.bar(steps, row, bottom=bottom, width=0.6, label=label, color=color)
         bottom = bottom + row
+
+
+def _ringing(run: RunData) -> FloatArray:
+    """Steps in which an alarm of `experience.alarms` rang."""
+    ringing = [
+        record["step"]
+        for record in run.records
+        if any(value == 1 for name, value in record.items() if name.startswith("alarm/"))
+    ]
+    return np.array(ringing, np.float64)
+
+
+def _shade(ax: Axes, steps: FloatArray, color: str, label: str) -> None:
+    """A band behind the steps, those that follow each other together."""
+    stretches = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1) if len(steps) else []
+    for i, stretch in enumerate(stretches):
+        ax.axvspan(stretch[0] - 0.5, stretch[-1] + 0.5, color=color, alpha=0.12, lw=0, label=None if i else label)
 
 
 def _from_zero(ax: Axes, values: FloatArray) -> None:

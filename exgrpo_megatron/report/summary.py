@@ -27,16 +27,20 @@ def run_summary(
     budget: str = "",
     elapsed_s: float | None = None,
     temperature: float = 1.0,
+    health: Sequence[str] = (),
     console: Console | None = None,
 ) -> None:
     """Print how the held-out pass rate moved, where everything lies, and what to try next.
 
     `before` and `after` are `validation/...` metrics, empty where there was no evaluation; `paths` by what they hold,
-    such as {"dashboard": Path(...)}, None for what was not written; `budget` says what was spent, if anything was.
+    such as {"dashboard": Path(...)}, None for what was not written; `budget` says what was spent, if anything was;
+    `health`: see `health_lines`.
     """
     console = console or Console()
     title = "finished" if elapsed_s is None else f"finished in {format_duration(elapsed_s)}"
     console.print(Panel(pass_rate_table(before, after, temperature), title=title, expand=False, padding=(1, 2)))
+    for line in health:
+        console.print(escape(line), soft_wrap=True, highlight=False)
     # Outside the panel, which would break long paths: these lines are there to be copied.
     width = max(map(len, [*paths, "budget", "next"]))
     lines = {
@@ -46,6 +50,21 @@ def run_summary(
     }
     for what, text in lines.items():
         console.print(f"{what:<{width}}  [bold]{escape(text)}[/]", soft_wrap=True, highlight=False)
+
+
+def health_lines(records: Sequence[Mapping[str, float]]) -> list[str]:
+    """A line for each alarm that rang in the run, and one for the guards, where they had something to do."""
+    lines = []
+    for name in sorted({name for record in records for name in record if name.startswith("alarm/")}):
+        rang = [int(record["step"]) for record in records if record.get(name)]
+        if rang:
+            still = "still ringing at the end" if _last(records, name) else "over by the end"
+            key = f"experience.alarms.{name.removeprefix('alarm/')}"
+            lines.append(f"alarm: {key} rang in {len(rang)} steps, first in step {rang[0]}, {still}")
+    crossings, held = int(_last(records, "guards/crossings")), sum(record.get("guards/held", 0) for record in records)
+    if crossings:
+        lines.append(f"guards: {crossings} steps crossed a limit of experience.guards, {held:.0f} steps were held")
+    return lines
 
 
 def before_and_after(records: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -81,6 +100,11 @@ def categories(metrics: Mapping[str, float]) -> list[str]:
     prefixes = tuple(f"validation/{name}/" for name in HEADLINES)
     found = {name.removeprefix(prefix) for name in metrics for prefix in prefixes if name.startswith(prefix)}
     return sorted(found, key=lambda name: [(not part.isdecimal(), part.zfill(20)) for part in re.split(r"(\d+)", name)])
+
+
+def _last(records: Sequence[Mapping[str, float]], name: str) -> float:
+    """The value of the last record that has one; 0 where none has."""
+    return next((record[name] for record in reversed(records) if name in record), 0.0)
 
 
 def _cells(before: Mapping[str, float], after: Mapping[str, float], ending: str) -> list[str]:

@@ -25,9 +25,9 @@ class Growth:
     new: float = 0.1
     """To its question: a group of K new answers that has an advantage."""
     replayed: float = 0.1
-    """To its question: a replayed answer that has an advantage."""
+    """To its question: a replayed answer that has an advantage, in a group or in a replay step."""
     everywhere: float = 0.004
-    """To every question: a step in which every answer has an advantage; other steps in proportion."""
+    """To every question: as many answers with an advantage as a step has answers; others in proportion."""
 
     @classmethod
     def parse(cls, text: str) -> Growth:
@@ -80,11 +80,18 @@ class Learner:
         if wanted is not None and len(rows):
             self.logits += _shift_to(wanted, self.logits[rows], np.asarray(samples, dtype=np.float64))
 
-    def train(self, rows: Rows, replayed: NDArray[np.bool_], group_size: int, answers_of_a_step: int) -> None:
+    def train(
+        self,
+        rows: Rows,
+        replayed: NDArray[np.bool_],
+        group_size: int,
+        answers_of_a_step: int,
+        lr_multiplier: float = 1.0,
+    ) -> None:
         """Learn from answers that have an advantage; `rows` has the question of each."""
         growth = self._growth
-        np.add.at(self.logits, rows, np.where(replayed, growth.replayed, growth.new / group_size))
-        self.logits += growth.everywhere * len(rows) / answers_of_a_step
+        np.add.at(self.logits, rows, lr_multiplier * np.where(replayed, growth.replayed, growth.new / group_size))
+        self.logits += lr_multiplier * growth.everywhere * len(rows) / answers_of_a_step
 
 
 def _sigmoid(logits: FloatArray) -> FloatArray:

@@ -40,8 +40,6 @@ from exgrpo_megatron.simulation.run import Assumptions, Simulated
 
 _ROWS = 12
 """Steps that a table shows."""
-_RECENT = 0.1
-"""Share of the steps whose pace decides when new questions will run out."""
 
 
 def summary(run: Simulated) -> dict[str, Any]:
@@ -64,19 +62,9 @@ def summary(run: Simulated) -> dict[str, Any]:
         "retired_share": last["experience/retired"] / run.num_questions,
         "epochs_of_new_questions": sum(_taken(run)) / run.num_questions,
         "new_questions_left": last["data/questions_left"],
-        "steps_until_new_questions_run_out": steps_left(run),
+        "steps_until_all_are_retired": last.get("freshness/steps_left"),
         "mean_true_pass_rate": run.true_rates[-1],
     }
-
-
-def steps_left(run: Simulated) -> int | None:
-    """After how many more steps at the recent pace only the new questions that always stay are left; None: never."""
-    recent = run.records[-max(2, round(_RECENT * len(run.records))) :]
-    lost = recent[0]["data/questions_left"] - recent[-1]["data/questions_left"]
-    if lost <= 0:
-        return None
-    from_here = max(0.0, recent[-1]["data/questions_left"] - run.config.grpo.num_prompts_per_step)
-    return round(from_here * (len(recent) - 1) / lost)
 
 
 def steps_table(run: Simulated) -> Table:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from exgrpo_megatron.algorithm.chance import stable_seed
+from exgrpo_megatron.build import build_experience
 from exgrpo_megatron.comm import SingleProcess
-from exgrpo_megatron.config import Config, DemonstrationsConfig, RepoConfig
+from exgrpo_megatron.config import AnswerChoice, Config, DemonstrationsConfig, RepoConfig
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
-from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.encoding import encode
 from exgrpo_megatron.experience.history import Event
-from exgrpo_megatron.experience.selection import needs_scoring
+from exgrpo_megatron.experience.selection import needs_scoring, needs_tokens
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rollout.protocol import SamplingParams
 from exgrpo_megatron.simulation.learner import Growth, Learner
@@ -33,9 +33,12 @@ from exgrpo_megatron.simulation.world import (
 from exgrpo_megatron.trainer import StepResult, Trainer
 from exgrpo_megatron.types import StoredAnswer
 
-MEANINGFUL = ("reward/pass_rate", "groups/", "experience/", "data/")
+MEANINGFUL = (
+    "reward/pass_rate", "groups/", "experience/", "data/", "freshness/", "alarm/", "budget/", "replay_step/answers",
+    "replay_step/mean_weight", "replay_step/mean_age_steps",
+)  # fmt: skip
 """Beginnings of the metrics that a simulated run can tell."""
-MEANINGLESS = ("experience/shard_answers", "experience/padded_logprobs")
+MEANINGLESS = ("experience/shard_answers", "experience/padded_logprobs", "budget/tokens")
 
 
 @dataclass(frozen=True)
@@ -106,28 +109,34 @@ def not_simulated(config: Config) -> list[str]:
     experience, left_out = config.experience, []
     if experience.prefill_path is not None:
         left_out.append("experience.prefill_path: the run begins without stored answers")
-    if experience.answer_choice is not None and needs_scoring(experience.answer_choice, 2):
-        left_out.append(
-            f"experience.answer_choice = {experience.answer_choice}: drawn at random, for want of a policy's scores"
-        )
-    if config.demonstrations.enabled:
-        left_out.append("demonstrations: every answer is sampled")
-    if config.repo.enabled:
-        left_out.append("repo: no off-policy groups")
-    if config.env.reward_function is not None:
-        left_out.append("env.reward_function: rewards are 0 and 1")
-    if config.data.validation is not None:
-        left_out.append("data.validation: nothing is evaluated")
-    return left_out
+    choices = {
+        "experience.answer_choice": (experience.answer_choice, experience.in_groups),
+        "experience.replay_step.answer_choice": (experience.replay_step.answer_choice, experience.in_steps),
+    }
+    for key, (choice, used) in choices.items():
+        if used and _looks_into_answers(choice):
+            left_out.append(f"{key} = {choice}: drawn at random, as simulated answers have no text and no policy")
+    if experience.entropy_percentile is not None or experience.eviction == "highest_entropy":
+        left_out.append("experience.entropy_percentile, eviction: simulated answers have an entropy by chance")
+    if experience.difficulty_per_category:
+        left_out.append("experience.difficulty_per_category: simulated questions have no category")
+    others = {
+        "demonstrations: every answer is sampled": config.demonstrations.enabled,
+        "repo: there are no off-policy groups": config.repo.enabled,
+        "env.reward_function: rewards are 0 and 1": config.env.reward_function is not None,
+        "data.validation: nothing is evaluated": config.data.validation is not None,
+    }
+    return [*left_out, *(text for text, asked in others.items() if asked)]
 
 
 def simulated_config(config: Config, answer_bytes: float) -> Config:
     """The recipe without what only a model could answer, and with a limit of bytes that suits the short answers."""
     loss = config.loss_fn.model_copy(update={"old_logprobs": "engine", "use_importance_sampling_correction": False})
     changed: dict[str, Any] = {"stored_answer": "tokens", "prefill_path": None}
-    choice = config.experience.answer_choice
-    if choice is not None and needs_scoring(choice, 2):
+    if _looks_into_answers(config.experience.answer_choice):
         changed["answer_choice"] = "random"
+    if _looks_into_answers(config.experience.replay_step.answer_choice):
+        changed["replay_step"] = config.experience.replay_step.model_copy(update={"answer_choice": "random"})
     if config.experience.max_bytes is not None:
         changed["max_bytes"] = max(1, round(config.experience.max_bytes * record_bytes() / answer_bytes))
     experience = config.experience.model_copy(update=changed)
@@ -139,6 +148,10 @@ def record_bytes() -> int:
     """Of a simulated answer in the buffer."""
     answer = StoredAnswer(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -1.0, np.float32), 0, 0)
     return len(encode(simulated_question(0).id, 0, answer))
+
+
+def _looks_into_answers(choice: AnswerChoice | None) -> bool:
+    return choice is not None and (needs_scoring(choice, 2) or needs_tokens(choice, 2))
 
 
 def _parts(config: Config, learner: Learner, assumptions: Assumptions) -> Parts:
@@ -155,7 +168,7 @@ def _parts(config: Config, learner: Learner, assumptions: Assumptions) -> Parts:
         verifier=SimulatedVerifier(),
         tokenizer=SimulatedTokenizer(),
         order=QuestionOrder(questions, used.grpo.seed, used.data.epoch_order),
-        experience=ExperienceBuffer(used.experience, used.grpo.num_generations_per_prompt, comm),
+        experience=build_experience(used, questions, comm, None),
         train=QuestionSet(questions, "simulated", "simulation", (), (), 0),
         validation=(),
         sampling=SamplingParams(TOKENS, used.policy.generation.temperature, (1,)),

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from exgrpo_kernels.reference import Objective
+from exgrpo_megatron.algorithm.importance import replayed_answers
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.rewards.verifier import Graded, Verdict
@@ -91,6 +92,7 @@ class SimulatedPolicy:
         *,
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
+        lr_multiplier: float = 1.0,
     ) -> UpdateResult:
         """The learner's step; every ratio is 1, and loss and gradient norm are 0."""
         del objective, temperature, micro_batch_entropy_coeff
@@ -100,9 +102,20 @@ class SimulatedPolicy:
             np.array([sequence.replayed for sequence in useful], dtype=np.bool_),
             self._group_size,
             self._answers_of_a_step,
+            lr_multiplier,
         )
         self.version += 1
-        return UpdateResult(0.0, 0.0, False, 0.0, TOKENS * len(sequences), 0, _terms(sequences))
+        terms = _terms(sequences)
+        return UpdateResult(
+            loss=0.0,
+            grad_norm=0.0,
+            skipped=False,
+            learning_rate=0.0,
+            num_positions=TOKENS * len(sequences),
+            num_padding=0,
+            terms=terms,
+            replayed=replayed_answers(sequences, terms),
+        )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())

@@ -135,6 +135,8 @@ def _heading(column: Column) -> str:
 def _shown(cell: Cell, column: Column) -> str:
     if cell.interval is not None:
         return cell.interval.describe(0 if column.answers is None else 3)
+    if not cell.num_runs:
+        return "-"
     if column.answers is not None:
         return f"known of {len(cell.by_seed)} of {cell.num_runs}"
     # A mean over those that got there would be one of the fast ones.

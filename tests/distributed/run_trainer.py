@@ -15,7 +15,6 @@ from typing import Any
 from exgrpo_megatron import build
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.chain_arithmetic import generate
-from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.policy.distributed import initialize
 from exgrpo_megatron.prefill import load_prefill, record_solutions
@@ -30,12 +29,13 @@ SOLUTIONS = "questions.jsonl"
 def write_solutions(folder: Path) -> None:
     """64 questions; every third of their solutions is wrong, and every eighth question is there twice."""
     chains = generate(64, 3, [2, 3], held_out=False)
+    solutions = [(c, "\\boxed{999}" if index % 3 == 0 else c.worked) for index, c in enumerate(chains)]
+    solutions += [(c, f"\\boxed{{{c.answer}}}") for c in chains[::8]]
     rows = [
-        {"question": c.text, "answer": c.answer, "solution": "\\boxed{999}" if index % 3 == 0 else c.worked}
-        for index, c in enumerate(chains)
+        {"question": c.text, "answer": c.answer, "terms": c.num_terms, "solution": solution}
+        for c, solution in solutions
     ]
-    extra = [{"question": c.text, "answer": c.answer, "solution": f"\\boxed{{{c.answer}}}"} for c in chains[::8]]
-    (folder / SOLUTIONS).write_text("".join(json.dumps(row) + "\n" for row in [*rows, *extra]))
+    (folder / SOLUTIONS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def config_of(folder: Path, model: Path, layout: dict[str, Any]) -> Config:
@@ -43,7 +43,7 @@ def config_of(folder: Path, model: Path, layout: dict[str, Any]) -> Config:
         {
             "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "seed": 5},
             "data": {
-                "train": {"path": str(folder / SOLUTIONS), "solution_key": "solution"},
+                "train": {"path": str(folder / SOLUTIONS), "solution_key": "solution", "category_key": "terms"},
                 "validation": {"generator": "chain_arithmetic", "generator_size": 6},
                 "max_input_seq_length": 32,
             },
@@ -55,7 +55,15 @@ def config_of(folder: Path, model: Path, layout: dict[str, Any]) -> Config:
                 "generation": {"max_new_tokens": 48},
                 "megatron_cfg": {"optimizer": {"lr": 1e-4}, **layout},
             },
-            "experience": {"start_pass_rate": None},
+            "experience": {
+                "start_pass_rate": None,
+                "difficulty": "window",
+                "difficulty_window": 6,
+                "difficulty_range": [0.1, 0.95],
+                "difficulty_range_unit": "quantile",
+                "difficulty_per_category": True,
+                "entropy_percentile": 80,
+            },
             "env": {"math": {"num_workers": 1}},
             "eval": {"num_tests_per_prompt": 2},
             "logger": {"log_dir": str(folder / "run")},
@@ -73,7 +81,7 @@ def main() -> None:
     counted = Counted(parts.engine)
     parts = replace(parts, engine=counted)
     solved = prefilled(parts, folder / "solutions")
-    parts = replace(parts, experience=ExperienceBuffer(config.experience, config.grpo.num_generations_per_prompt, comm))
+    parts = replace(parts, experience=build.build_experience(config, inputs, comm))
     note = load_prefill(parts, folder / "solutions")
     trainer = Trainer(parts)
     trainer.push_weights()
@@ -84,6 +92,7 @@ def main() -> None:
     record = {
         "prefill": (solved, note.replace(str(folder), "")),
         "metrics": [result.metrics for result in results],
+        "events": [result.events for result in results],
         "groups": list(groups_of(results)),
         "evaluation": evaluator.run().answers,
         "order": list(parts.experience.questions()),

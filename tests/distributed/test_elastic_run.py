@@ -20,6 +20,9 @@ from launch import python_path
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 ALIKE = (
+    "freshness/",
+    "guards/",
+    "alarm/",
     "reward/",
     "groups/",
     "experience/",
@@ -46,7 +49,12 @@ def write_recipe(folder: Path, model: Path) -> None:
             "megatron_cfg": {"optimizer": {"lr": 1e-4, "use_distributed_optimizer": True}},
         },
         # Replay is off at first and turned on by a pass rate, so that the schedule has a state to carry over.
-        "experience": {"start_pass_rate": 0.05},
+        # The guard is crossed as soon as anything is replayed, and retired questions come back.
+        "experience": {
+            "start_pass_rate": 0.05,
+            "guards": {"max_kl_replayed": 1e-7, "action": "clip", "hold_steps": 2},
+            "return_retired": {"share": 0.5, "period": 2},
+        },
         "env": {"math": {"num_workers": 1}},
         "checkpointing": {"save_period": 100, "export_hf": False, "keep_last_n": 3},
         "logger": {"log_dir": "run", "tensorboard_enabled": False},
@@ -96,6 +104,7 @@ def test_losses_and_what_is_replayed_are_those_of_the_run_that_was_not_stopped(r
     assert [line["step"] for line in moved] == [line["step"] for line in straight] == [1, 2, 3, 4, 5, 6]
     assert straight[0]["experience/replay_on"] == 0
     assert sum(line["experience/replayed_questions"] for line in straight[2:]) >= 8
+    assert sum(line["guards/held"] for line in straight) >= 1
     for mine, theirs in zip(moved, straight, strict=True):
         for name, value in theirs.items():
             if name.startswith(ALIKE) and name not in OF_A_LAYOUT:
@@ -108,7 +117,7 @@ def test_experience_order_and_position_are_the_same_at_the_end(
     runs: tuple[Path, Path], stored_rows: Callable[[Path], dict[tuple[str, int], Any]]
 ) -> None:
     straight, moved = (run / "checkpoints" / "step_000006" for run in runs)
-    for key in ("order", "schedule", "alarm", "skipped_updates", "step"):
+    for key in ("order", "schedule", "guards", "freshness", "alarms", "retirement", "alarm", "skipped_updates", "step"):
         left, right = (json.loads((folder / "state.json").read_text())[key] for folder in (straight, moved))
         assert left == right, key
     left, right = (folder / "experience" for folder in (straight, moved))

@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,23 @@ def test_the_index_and_the_retired_questions_are_the_same_everywhere(several, on
     for record in records:
         assert record["order"] == one_rank["order"]
         assert record["retired"] == one_rank["retired"]
+
+
+def test_every_process_has_the_same_history(several, one_rank):
+    """16 replayed answers, as above, each with the ratios that one rank finds."""
+    records, _ = several
+
+    def plain(events):
+        return [replace(event, mean_ratio=0.0, max_ratio=0.0) for event in events]
+
+    for record in records:
+        assert list(map(plain, record["events"])) == list(map(plain, one_rank["events"]))
+        mine, theirs = (
+            [(event.mean_ratio, event.max_ratio) for events in found for event in events if event.kind == "replayed"]
+            for found in (record["events"], one_rank["events"])
+        )
+        assert len(theirs) == 16
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4)
 
 
 def test_worked_solutions_are_graded_and_scored_by_all_and_taken_in_again(several, one_rank):

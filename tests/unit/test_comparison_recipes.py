@@ -60,6 +60,7 @@ DIFFERENCES = {
     ],
     "baselines/demonstrations": [OFF, "demonstrations.enabled: false -> true"],
     "baselines/partial_credit": [
+        "experience.solved_above: null -> 0.99",
         "env.math.require_literal: true -> false",
         "env.reward_function: null -> exgrpo_megatron.data.chain_arithmetic:partial_credit",
         "env.correct_above: 0.0 -> 0.5",

@@ -117,6 +117,29 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (["policy.generation.top_p=0.9"], ["policy.generation.top_p", "recorded log-probs"]),
         (["grpo.max_num_epochs=2"], ["grpo.max_num_epochs", "use grpo.max_num_steps"]),
         (["experience.replay_ratio=.nan"], ["experience.replay_ratio", "finite number"]),
+        (["experience.difficulty=window"], ["difficulty = 'window' with difficulty_window = None"]),
+        (["experience.difficulty_window=8"], ["difficulty = 'last_group' with difficulty_window = 8"]),
+        (["experience={difficulty: window, difficulty_window: 129}"], ["difficulty_window = 129", "equal to 128"]),
+        (["experience.difficulty_reward_range=[0, 2]"], ["difficulty_reward_range = [0.0, 2.0] has no effect"]),
+        (
+            ["experience={difficulty: reward_variance, difficulty_reward_range: [1, 1]}"],
+            ["difficulty_reward_range = [1.0, 1.0]: the first must be below"],
+        ),
+        (["experience.difficulty_range_unit=quantile"], ["= 'quantile' has no effect while difficulty_range is null"]),
+        (["experience.difficulty_range=[0.7, 0.3]"], ["difficulty_range = [0.7, 0.3]: the first must be below"]),
+        (
+            ["experience={difficulty: reward_variance, bucket_weight: uniform}"],
+            ["difficulty = 'reward_variance' has no effect with bucket_weight = 'uniform'"],
+        ),
+        (
+            ["experience={difficulty_per_category: true, bucket_weight: uniform, difficulty_range: [0, 0.5]}"],
+            ["difficulty_per_category = true has no effect with bucket_weight = 'uniform'"],
+        ),
+        (
+            ["experience.difficulty_per_category=true", "data.train={generator: null, path: x.jsonl}"],
+            ["experience.difficulty_per_category = true", "data.train.category_key is null"],
+        ),
+        (["experience.entropy_percentile=100"], ["experience.entropy_percentile = 100", "less than 100"]),
         (["data.prompt_template=solve"], ["prompt_template", "{question}", "'solve'"]),
         (["data.train.path=x.jsonl"], ["data.train", "x.jsonl", "chain_arithmetic"]),
         (["data.train.path=x.jsonl"], ["generator: null"]),
@@ -147,6 +170,11 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         (
             ["env.reward_function=a.b:c", "env.math={require_literal: true}"],
             ["env", "math.require_literal = True has no effect", "reward_function = 'a.b:c'"],
+        ),
+        (["experience.solved_above=0.9"], ["experience.solved_above = 0.9 has no effect without env.reward_function"]),
+        (
+            ["experience.solved_above=0.5", "env={reward_function: 'a:b', correct_above: 0.5}"],
+            ["experience.solved_above = 0.5 is not above env.correct_above = 0.5"],
         ),
         (
             ["checkpointing.metric_name=validation/reward_t1"],

@@ -108,6 +108,7 @@ def test_another_start_replaces_the_default_pass_rate(start: dict[str, int]):
         ({"stop_pass_rate": 0.4}, "stop_pass_rate = 0.4 is above start_pass_rate = 0.35"),
         ({"stop_pass_rate": 0.4, "start_step": 2}, "stop_pass_rate = 0.4, but start_pass_rate is null"),
         ({"pass_rate_steps": 2, "start_pass_rate": None}, "pass_rate_steps = 2 has no effect"),
+        ({"return_retired": {"share": 0.1, "period": 25}, "retire_from": "never"}, "'never' retires nothing"),
     ],
 )
 def test_starts_that_do_not_fit_are_refused_by_name(keys: dict[str, object], message: str):

@@ -266,3 +266,13 @@ def test_simulate_shows_tables_and_writes_what_report_reads(exgrpo, project):
     refused = exgrpo("simulate", "recipe.yaml", "--rates", "nothing")
     assert refused.code == 2
     assert "neither a distribution" in refused.err
+
+
+def test_report_writes_a_page_that_opens_from_disk(exgrpo, trained):
+    result = exgrpo("report", "run", "--html")
+    assert (result.code, Path("run/report.html").is_file()) == (0, True)
+    assert "report: run/report.html" in result.out
+    assert exgrpo("report", "run", "--html", "--out", "page.html").code == 0
+    refused = exgrpo("report", "run", "--max-answer-texts", "3")
+    assert refused.code == 2
+    assert "are for --html" in refused.err

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from exgrpo_megatron.data.generated import is_held_out
 from exgrpo_megatron.data.questions import load_questions
-from exgrpo_megatron.data.unknown_symbols import LETTERS, SHIFTS, generate, meanings, prior
+from exgrpo_megatron.data.unknown_symbols import BELIEVED, LETTERS, SHIFTS, generate, meanings, prior
 from exgrpo_megatron.errors import DataError
 
 SYMBOLS = {"generator": "unknown_symbols"}
@@ -40,15 +40,20 @@ def test_other_meanings_change_the_answers_only():
 
 def test_the_prior_holds_every_true_meaning_for_8_to_25_percent_likely_and_never_changes():
     believed = prior()
-    assert all(sum(row.values()) == pytest.approx(1) and min(row.values()) > 0.04 for row in believed.values())
+    assert sum(BELIEVED) == pytest.approx(1)
+    assert all(
+        row.keys() == SHIFTS.keys() and sorted(row.values(), reverse=True) == list(BELIEVED)
+        for row in believed.values()
+    )
+    assert len({tuple(row) for row in believed.values()}) > 6
     chances = [believed[letter][shift] for seed in range(20) for letter, shift in meanings(seed).items()]
     assert min(chances) >= 0.08
     assert max(chances) <= 0.25
     # Two letters: a start pass rate of 2 to 3%.
     assert 0.02 < (sum(chances) / len(chances)) ** 2 < 0.03
     # Python keeps these draws from one version to the next; warm starts that are kept depend on it.
-    assert believed["a"]["A"] == pytest.approx(0.063126, abs=1e-6)
-    assert "".join(meanings(0)[letter] for letter in LETTERS) == "DFADDCCDEFFA"
+    assert "".join(believed["a"]) == "DEFCAB"
+    assert "".join(meanings(0)[letter] for letter in LETTERS) == "EDEBCDFEEBBC"
 
 
 def test_meanings_differ_between_seeds():

@@ -72,3 +72,19 @@ def test_putting_the_items_into_an_empty_index_restores_every_later_draw():
     for cell, size in ((1, 5), (2, 3)):
         first = index.sample(cell, size - 1, [], np.random.default_rng(7))
         assert first == copy.sample(cell, size - 1, [], np.random.default_rng(7))
+
+
+def test_the_entropy_at_a_percentile_is_that_of_a_sorted_list():
+    """Of those that are stored: below 0 counts as 0; every fifth question leaves."""
+    rng = np.random.default_rng(0)
+    index = QuestionIndex(4, with_entropies=True)
+    values = np.concatenate([rng.exponential(0.3, 300), rng.normal(0, 1e-6, 100), np.full(100, 0.25), [-0.0]])
+    values = rng.permutation(values).astype(np.float32)
+    for i in range(len(values)):
+        index.put(str(i), 1, num_answers=1)
+    index.set_entropies(np.arange(len(values)), values)
+    for i in range(0, len(values), 5):
+        index.remove(str(i))
+    left = np.sort(np.maximum(values[np.arange(len(values)) % 5 > 0], 0))
+    for percentile in (0.1, 25, 50, 60, 99.9):
+        assert index.entropy_at(percentile) == left[int(np.ceil(percentile * len(left) / 100)) - 1]

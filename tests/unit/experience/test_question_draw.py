@@ -70,6 +70,9 @@ def test_the_variance_of_right_and_wrong_answers_gives_back_their_share():
         np.testing.assert_allclose(variance_rate(p, (p * (1 - p)).astype(np.float32)), p, atol=2e-4)
     # .5 -+ root(.25 - .16), by the side of the mean; more than .25 cannot be.
     np.testing.assert_allclose(variance_rate(np.array([0.4, 0.6, 3.0]), np.array([0.16, 0.16, 9.0])), [0.2, 0.8, 0.5])
+    # From -1 to 3: the middle is 1, the square of the distance 16.
+    scaled = variance_rate(np.array([0.9, 1.1]), 16 * np.array([0.16, 0.16]), -1, 3)
+    np.testing.assert_allclose(scaled, [0.2, 0.8])
 
 
 def test_the_window_decides_the_bucket_and_not_the_last_group():
@@ -148,7 +151,8 @@ def test_a_range_is_exact_where_rates_are_finer_than_buckets(difficulty: dict[st
     for step in range(12):
         for name in (f"q{i}" for i in range(40)):
             rewards = [float(rng.random() < int(name[1:]) / 40) for _ in range(K - 1)] + [round(float(rng.random()), 2)]
-            rewards[0] = 0.0
+            rewards[0] = 0.0 if "difficulty_window" in difficulty else 0.2 * float(rng.random())
+            rewards = rewards if min(rewards) <= 0 else [*rewards[:3], 0.0]
             results.setdefault(name, []).extend(reward > 0 for reward in rewards)
             last[name] = rewards
             buffer.record([group(name, rewards)], step=step, collect=True)

@@ -66,6 +66,13 @@ def test_the_last_step_has_no_time_left():
     assert written(console) == "step 1/1\n"
 
 
+def test_guards_and_alarms_are_in_the_line_while_they_have_something_to_say():
+    quiet = {"guards/held": 0.0, "guards/crossed": 0, "freshness/data_left": 0.1, "alarm/max_repeated": 0.0}
+    assert step_parts(quiet) == []
+    loud = {**quiet, "guards/held": 1.0, "guards/crossed": 2, "alarm/min_data_left": 1.0}
+    assert step_parts(loud) == ["GUARDED", "LIMITS CROSSED 2", "ALARM min_data_left"]
+
+
 def test_what_went_wrong_is_in_the_line():
     parts = step_parts(
         {"policy/skipped_updates": 1, "reward/timeout": 3, "reward/error": 2, "policy/entropy": math.nan}

@@ -1,10 +1,12 @@
 """The dashboard: what its nine pictures show, and the runs it must cope with."""
 
+import json
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.patches import Rectangle
 from run_folder import RECIPE, REPLAY_START, write_run
 
 from exgrpo_megatron.errors import UserError
@@ -73,6 +75,26 @@ def test_a_dotted_line_marks_where_replay_starts_in_every_picture(tmp_path: Path
     for ax in axes_by_title(write_run(tmp_path / "run")).values():
         dotted = [drawn for drawn in ax.lines if drawn.get_linestyle() == ":"]
         assert [drawn.get_xdata() for drawn in dotted] == [[REPLAY_START, REPLAY_START]]
+
+
+def test_bands_stand_behind_steps_that_a_guard_held_and_in_which_an_alarm_rang(tmp_path: Path):
+    run_dir = write_run(tmp_path / "run", num_steps=12)
+    added = [
+        {"step": step, "guards/held": float(step in (9, 10)), "alarm/min_data_left": float(step in (4, 5, 6, 11))}
+        for step in range(1, 13)
+    ]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in added))
+    axes = axes_by_title(run_dir)
+
+    def bands(title: str) -> list[tuple[str, float, float]]:
+        found = [patch for patch in axes[title].patches if isinstance(patch, Rectangle)]
+        return [(str(patch.get_label()), patch.get_x(), patch.get_x() + patch.get_width()) for patch in found]
+
+    assert bands("Ratio of replayed tokens (new / recorded)") == [("held by a guard", 8.5, 10.5)]
+    spans = [(first, last) for _, first, last in bands("Experience")]
+    assert spans == [(3.5, 6.5), (10.5, 11.5)]
+    assert bands("Experience")[0][0] == "an alarm rings"
 
 
 @pytest.mark.parametrize(

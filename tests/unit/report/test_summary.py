@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from exgrpo_megatron.report.summary import before_and_after, categories, run_summary
+from exgrpo_megatron.report.summary import before_and_after, categories, health_lines, run_summary
 
 BEFORE = {
     "validation/pass_rate_t1": 0.2,
@@ -78,3 +78,20 @@ def test_an_evaluation_after_training_alone_is_not_shown_as_the_one_before():
     assert before_and_after([first, middle, last]) == (first, last)
     assert before_and_after([first, trained]) == (first, {})
     assert before_and_after([trained]) == ({}, {})
+
+
+def test_alarms_and_guards_of_the_run_are_told_at_its_end():
+    records = [
+        {"step": 1, "alarm/min_data_left": 0, "alarm/max_repeated": 0, "guards/crossings": 1, "guards/held": 0},
+        {"step": 2, "alarm/min_data_left": 1, "alarm/max_repeated": 1, "guards/crossings": 1, "guards/held": 1},
+        {"step": 3, "alarm/min_data_left": 1, "alarm/max_repeated": 0, "guards/crossings": 2, "guards/held": 1},
+        {"step": 3, **AFTER},
+    ]
+    health = health_lines(records)
+    assert health == [
+        "alarm: experience.alarms.max_repeated rang in 1 steps, first in step 2, over by the end",
+        "alarm: experience.alarms.min_data_left rang in 2 steps, first in step 2, still ringing at the end",
+        "guards: 2 steps crossed a limit of experience.guards, 2 steps were held",
+    ]
+    assert set(health) <= set(summary(health=health))
+    assert health_lines([{"step": 1, "alarm/min_data_left": 0, "guards/crossings": 0, "guards/held": 0}]) == []

@@ -10,7 +10,7 @@ from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.experience.history import HISTORY_FILE, read_history
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.simulation.learner import Growth, Learner
-from exgrpo_megatron.simulation.outcome import draw_outcome, steps_left, summary, write_outcome
+from exgrpo_megatron.simulation.outcome import draw_outcome, summary, write_outcome
 from exgrpo_megatron.simulation.rates import Rates, find_rates, fit_beta, fit_distinct
 from exgrpo_megatron.simulation.run import Assumptions, not_simulated, record_bytes, simulate, simulated_config
 
@@ -199,7 +199,8 @@ def test_unknown_growth_is_refused(text):
 
 
 def test_what_is_left_out_is_said():
-    assert [line.split(":")[0].split(" =")[0] for line in not_simulated(recipe("experience.prefill_path=x"))] == [
+    config = recipe("experience.prefill_path=x", "experience.strategy=both")
+    assert [line.split(":")[0].split(" =")[0] for line in not_simulated(config)] == [
         "experience.prefill_path",
         "experience.answer_choice",
         "data.validation",
@@ -211,7 +212,8 @@ def test_the_outcome_is_written_as_files_and_pictures(tmp_path):
     run = simulate(recipe(), constant(0.5, 100), assumptions, keep_events=True)
     write_outcome(tmp_path / "out", run, summary(run), assumptions, "constant:0.5")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "experience_history.jsonl", "metrics.jsonl", "recipe.yaml", "simulation.csv", "simulation.json", "simulation.png",
+        "experience_history.jsonl", "metrics.jsonl", "recipe.yaml",
+        "simulation.csv", "simulation.json", "simulation.png",
     ]  # fmt: skip
     tried = [event for _, events in read_history(tmp_path / "out" / HISTORY_FILE) for event in events]
     assert sum(event.kind == "tried" for event in tried) == 4 * 8
@@ -223,9 +225,12 @@ def test_the_outcome_is_written_as_files_and_pictures(tmp_path):
     assert len(draw_outcome(run, "x").axes) >= 6
 
 
-def test_the_pace_of_the_last_steps_says_when_new_questions_run_out():
-    """Four steps: the last two lose 8 of 100 - 16 = 84 left, of which a batch of 8 always stays: (84 - 8) / 8."""
-    run = simulate(recipe("experience.enabled=false"), constant(0.5, 100), Assumptions(NOTHING_LEARNED))
-    for step, left in zip(run.records, (100, 96, 92, 84), strict=True):
-        step["data/questions_left"] = left
-    assert steps_left(run) == round((84 - 8) / 8)
+def test_replay_steps_are_simulated_by_the_trainer_itself():
+    """2 x B x K answers at most, one of each stored question, and a weight of 1 - 0.5 on average."""
+    config = recipe("experience.strategy=replay_step", "grpo.max_num_steps=6")
+    run = simulate(config, constant(0.5, 200), Assumptions(NOTHING_LEARNED))
+    assert column(run, "experience/replayed_questions") == [0] * 6
+    # A replay step follows the recording of its own step's answers.
+    assert column(run, "replay_step/answers") == column(run, "experience/buffer_questions")
+    assert run.records[-1]["replay_step/mean_weight"] == pytest.approx(0.5, abs=0.1)
+    assert run.records[-1]["budget/stored_answers"] == sum(column(run, "replay_step/answers"))

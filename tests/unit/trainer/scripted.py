@@ -154,7 +154,7 @@ def plant(
     question = trainer.questions[question_id]
     size = trainer.config.grpo.num_generations_per_prompt
     responses = [token_ids(trainer, answer) if isinstance(answer, str) else answer for answer in answers]
-    responses += [responses[0]] * (k - len(responses))
+    responses += responses[:1] * (k - len(responses))
     rewards = [1.0] * len(responses) + [0.0] * (size - len(responses))
     responses += [token_ids(trainer, wrong(question_id))] * (size - len(responses))
     members = [

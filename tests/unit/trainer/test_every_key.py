@@ -24,6 +24,10 @@ LIMITED = {"loss_fn": {"use_importance_sampling_correction": True, **LIMITS}}
 SHORT = {"policy": {"generation": {"max_new_tokens": 5}}}
 ON_POLICY = {"experience": {"start_pass_rate": 1.0}}
 
+WINDOW = {"experience": {"difficulty": "window", "difficulty_window": 8}}
+VARIANCE = {"experience": {"difficulty": "reward_variance"}}
+RANGE = {"experience": {"difficulty_range": [0.2, 0.6]}}
+CATEGORIES = {"data": {"train": {"category_key": "answer"}}}
 STARTED = {"experience": {"start_pass_rate": 0.45}}
 GUARDED = {"experience": {"guards": {"max_kl_replayed": 1e-6, "action": "clip"}}}
 HELD = {"experience": {"guards": {"max_kl_replayed": 1e-6, "action": "on_policy"}}}
@@ -54,6 +58,7 @@ CASES = [
     ("grpo.num_prompts_per_step", 8, {}),
     ("grpo.num_generations_per_prompt", 8, {}),
     ("grpo.seed", 11, {}),
+    ("grpo.num_iterations", 2, {}),
     ("grpo.normalize_rewards", True, {}),
     ("grpo.use_leave_one_out_baseline", True, {}),
     ("grpo.scale_by_informative_groups", True, {}),
@@ -105,6 +110,17 @@ CASES = [
     ("experience.answer_choice", "lowest_total_entropy", {}),
     ("experience.answer_choice", "lowest_perplexity", {}),
     ("experience.answer_choice", "random", {}),
+    ("experience.answer_choice", "shortest", {}),
+    ("experience.answer_choice", "newest", {}),
+    ("experience.answer_choice", "agreement", {}),
+    ("experience.difficulty", "reward_variance", {"experience": {"difficulty_range": [0.0, 0.6]}}),
+    ("experience.difficulty_reward_range", [0.0, 2.0], VARIANCE),
+    ("experience", WINDOW["experience"], {}),
+    ("experience.difficulty_window", 3, WINDOW),
+    ("experience.difficulty_range", [0.2, 0.6], {}),
+    ("experience.difficulty_range_unit", "quantile", RANGE),
+    ("experience.difficulty_per_category", True, CATEGORIES),
+    ("experience.entropy_percentile", 40, {}),
     ("experience.stored_answer", "text", {}),
     ("experience.collect_from", "mixed_phase", ON_POLICY),
     ("experience.retire_from", "replay", {}),
@@ -165,6 +181,8 @@ NOT_OF_A_STEP = {
     "demonstrations.enabled",
     "demonstrations.data",
     "demonstrations.ending",
+    # test_reward_function.py
+    "experience.solved_above",
     # test_off_policy_groups.py
     "repo.enabled",
 }

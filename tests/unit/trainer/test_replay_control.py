@@ -103,10 +103,12 @@ def test_retired_questions_are_sampled_again_and_replayed_once_they_have_an_answ
     # Eight are retired, and half of them come back after step 2, to be new in this epoch.
     assert column(results, "experience/returned_this_step") == [0, 4]
     assert column(results, "experience/retired") == [4, 4]
+    told = {event.question_id for event in results[1].events if event.kind == "returned"}
     assert (results[1].metrics["experience/returned"], results[1].metrics["data/questions_left"]) == (4, 36)
     tried = {name for result in results for name in fresh_ids(result)}
     back = tried - trainer.parts.experience.retired
     assert len(back) == 4
+    assert told == back
     line = trainer.parts.order.state_dict()["line"]
     assert len(line) == 32 + 4
     assert back == tried & set(line)
@@ -243,6 +245,38 @@ def test_a_cap_of_its_own_and_holds_that_go_on_while_the_limit_is_crossed(make):
     assert column(results, "guards/held") == [0, 1, 1]
     assert column(results, "guards/capped_tokens") == [0, 2 * answer, 2 * answer]
     assert column(results, "experience/replay_on") == [1, 1, 1]
+
+
+# Replay steps
+
+
+def with_replay_steps(make, **experience):
+    """q1 at w = 5 and q3 at w = 1 are stored, and both are trained on in every replay step."""
+    trainer = make(experience={"strategy": "replay_step", "start_pass_rate": None, **experience})
+    for name, ratio in (("q1", 5.0), ("q3", 1.0)):
+        plant(trainer, name, [right(name)], ratio=ratio)
+    return trainer
+
+
+def test_replay_steps_are_guarded_too(make):
+    guards = {"max_ratio_replayed": 4.0, "action": "on_policy", "hold_steps": 2}
+    results = steps(with_replay_steps(make, guards=guards), 4)
+    assert column(results, "replay_step/answers") == [2, 0, 0, 2]
+    assert column(results, "experience/replay_on") == [1, 0, 0, 1]
+    assert any("guard of replay crossed: ratio_replay_step/max = 5" in text for text in results[0].warnings)
+    trainer = with_replay_steps(make, guards={"max_ratio_replayed": 4.0, "action": "clip", "ratio_cap": 3.0})
+    # The first replay step moved w of q3 to little above 1.2.
+    assert column(steps(trainer, 2), "guards/capped_tokens") == [0, len(token_ids(trainer, right("q1")))]
+
+
+def test_replay_steps_follow_the_probability_and_age_and_use_their_answers(make):
+    results = steps(with_replay_steps(make, replay_probability=0.3), 5)
+    drawn = [np.random.default_rng(stable_seed(10, step, "replay")).random() < 0.3 for step in range(1, 6)]
+    assert column(results, "replay_step/answers") == [2 * on for on in drawn]
+    # Two answers, planted before the run: each replay step uses both.
+    assert column(results, "freshness/uses_per_answer") == np.cumsum(drawn).tolist()
+    for step, (on, result) in enumerate(zip(drawn, results, strict=True), 1):
+        assert result.metrics.get("freshness/age_steps_max") == (step if on else None)
 
 
 # Freshness and alarms

@@ -22,17 +22,30 @@ WIDTH, SEQUENCES = 96, 16
 
 
 @pytest.fixture
-def trainer(tmp_path, data_parallel):
+def make(tmp_path, data_parallel):
+    """A trainer whose engine follows a script, graded by the function."""
+    verifiers = []
+
+    def build(script, env=None, **sections):
+        sections = {"env": {**ENV, **(env or {})}, "loss_fn": {"entropy_coeff": 0.0}, **sections}
+        made = build_trainer(tmp_path, script, comm=data_parallel, **sections)
+        verifiers.append(FunctionVerifier(made.config.env))
+        made.parts = made.rollouts.parts = replace(made.parts, verifier=verifiers[-1])
+        return made
+
+    yield build
+    for verifier in verifiers:
+        verifier.close()
+
+
+@pytest.fixture
+def trainer(make):
     """Its answers earn 1, 1/2, 0, 0."""
 
     def script(question_id, samples):
         return [right(question_id, 1), right(question_id), wrong(question_id), wrong(question_id)][:samples]
 
-    made = build_trainer(tmp_path, script, comm=data_parallel, env=ENV, loss_fn={"entropy_coeff": 0.0})
-    verifier = FunctionVerifier(made.config.env)
-    made.parts = made.rollouts.parts = replace(made.parts, verifier=verifier)
-    yield made
-    verifier.close()
+    return make(script)
 
 
 def test_advantages_are_made_of_the_rewards_and_k_of_those_above_the_threshold(trainer):
@@ -45,6 +58,18 @@ def test_advantages_are_made_of_the_rewards_and_k_of_those_above_the_threshold(t
     assert result.metrics["reward/correct"] == 4
     assert result.metrics["experience/bucket_1"] == result.metrics["experience/stored_answers"] == 4
     assert [member.reward for member in result.groups[0].trajectories] == [1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("above", "retired", "bucket"), [(None, 4, 0), (0.4, 4, 0), (0.9, 0, 4)])
+def test_a_question_is_retired_when_every_reward_is_above_what_solved_means(make, above, retired, bucket):
+    def script(question_id, samples):
+        return [right(question_id, 1), right(question_id)][:samples] * (samples // 2)
+
+    # Rewards 1, 1/2, 1, 1/2, which all are correct: k = 4.
+    metrics = make(script, env={"correct_above": 0.25}, experience={"solved_above": above}).step().metrics
+    assert metrics["experience/retired_this_step"] == retired
+    assert metrics["experience/bucket_3"] == bucket
+    assert metrics["groups/all_correct"] == 1
 
 
 def test_a_replayed_answer_is_graded_by_the_function_too(trainer):

@@ -97,6 +97,20 @@ def test_the_answer_replayed_is_the_lowest_by_the_measure_named(make, choice, ch
     assert result.metrics["experience/scored_answers"] == num_scored
 
 
+@pytest.mark.parametrize(
+    ("choice", "chosen"),
+    # Tokens 8 4 5; the first two have four pairs of neighbours in common, the third three with each.
+    [("shortest", 1), ("newest", 2), ("agreement", 1)],
+)
+def test_the_answer_replayed_is_the_one_of_the_tokens_or_age_named(make, choice, chosen):
+    trainer = make(experience={"answer_choice": choice})
+    plant(trainer, "q1", CANDIDATES)
+    result = trainer.step()
+    member = replayed_members(result.groups)["q1"]
+    np.testing.assert_array_equal(member.token_ids, token_ids(trainer, CANDIDATES[chosen]))
+    assert result.metrics["experience/scored_answers"] == 0
+
+
 def test_a_random_answer_is_any_of_them_and_none_is_scored(make):
     trainer = make(experience={"answer_choice": "random"})
     plant(trainer, "q1", CANDIDATES)
