@@ -67,8 +67,8 @@ def _table(task: Task, runs: Mapping[str, BySeed], first: BySeed) -> str:
     end = marks[0]
     levels = (task.level / 2, task.level)
     columns = [
-        "setting", "n", *(f"T=1 at {mark}" for mark in marks), *(f"greedy at {mark}" for mark in marks), f"area to {end}",
-        f"less the first's T=1 at {end}", *(f"answers to T=1 {level}" for level in levels),
+        "setting", "n", *(f"T=1 at {mark}" for mark in marks), *(f"greedy at {mark}" for mark in marks),
+        f"area to {end}", f"less the first's T=1 at {end}", *(f"answers to T=1 {level}" for level in levels),
         *(f"T=1 at {mark:.0f} CPU s" for mark in task.cpu_marks_s), "CPU s per 1000 answers", "informative groups",
     ]  # fmt: skip
     rows = []

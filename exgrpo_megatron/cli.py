@@ -225,8 +225,8 @@ def simulate(
     rates: Annotated[
         str,
         typer.Option(
-            help="True pass rates: uniform, constant:P, beta:A,B; a JSONL or Parquet file with pass_rate; the "
-            "answers.jsonl of `exgrpo eval`; or a run's folder."
+            help="True pass rates: uniform, constant:P, beta:A,B; a JSONL or Parquet file with pass_rate, as of "
+            "`exgrpo eval`; or a run's folder."
         ),
     ] = "beta:0.6,1.2",
     growth: Annotated[

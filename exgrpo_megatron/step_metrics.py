@@ -123,11 +123,11 @@ def step_warnings(record: StepRecord) -> list[str]:
 
 
 def step_events(parts: Parts, record: StepRecord) -> list[Event]:
-    """What happened to the questions of the step, in this order: tried, replayed, and what the record says; collective
-    over data-parallel ranks. Nothing where `logger.experience_history` is false."""
+    """What happened to the questions of the step, in this order: tried, replayed, what the record says, and what came
+    after it; collective over data-parallel ranks. Nothing where `logger.experience_history` is false."""
     if not parts.config.logger.experience_history:
         return []
-    mine = [answer for update in record.updates for answer in update.replayed]
+    mine = [answer for update in [*record.updates, *record.stored.updates] for answer in update.replayed]
     replayed = sorted(all_gather_concat(parts.comm, mine))
     return [
         *(Event(group.question.id, "tried", count=group.num_correct, of=group.size) for group in record.groups),
@@ -136,6 +136,7 @@ def step_events(parts: Parts, record: StepRecord) -> list[Event]:
             for name, mean, largest in replayed
         ),
         *record.report.events,
+        *parts.experience.take_events(),
     ]
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.config import Config, LossConfig, ReplayStepConfig
-from exgrpo_megatron.types import LossTerms, Slot, TrainSequence
+from exgrpo_megatron.types import AnswerName, LossTerms, Slot, TrainSequence
 
 
 def stored_sequences(slots: Sequence[Slot], pass_rates: Sequence[float], config: Config) -> list[TrainSequence]:
@@ -37,6 +37,7 @@ def stored_sequences(slots: Sequence[Slot], pass_rates: Sequence[float], config:
                 replayed=True,
                 policy_weight=1.0 / _divisor(config.loss_fn, len(answer.token_ids), width, len(slots), num_tokens),
                 entropy_weight=0.0,
+                stored=AnswerName(slot.question.id, answer.serial) if answer.serial >= 0 else None,
             )
         )
     return sequences

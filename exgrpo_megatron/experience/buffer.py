@@ -15,6 +15,7 @@ from exgrpo_megatron.config import BucketWeight, ExperienceConfig
 from exgrpo_megatron.experience.categories import NO_CATEGORIES, Categories
 from exgrpo_megatron.experience.changes import Change, Kept, changes_of
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, answers_file, write_answers, write_summary
+from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.keeper import Keeper, delete_left_over
 from exgrpo_megatron.experience.question_draw import Pool, Range, draw_questions
 from exgrpo_megatron.experience.question_stats import QuestionStats, StatsKept
@@ -317,6 +318,11 @@ class ExperienceBuffer:
         Their answers were forgotten when they retired. To be called alike on every process."""
         for question_id in question_ids:
             self._state.index.bring_back(question_id)
+            self._state.events.append(Event(question_id, "returned"))
+
+    def take_events(self) -> list[Event]:
+        """What became of questions since the last `record`, or the last call; `record` reports what nobody took."""
+        return self._state.take_events()
 
     def keep_only(self, known: Collection[str]) -> int:
         """Forget stored questions that are not in `known` (a hash set); returns how many were forgotten. Collective."""
@@ -379,9 +385,14 @@ class ExperienceBuffer:
         self._state.num_damaged = summary.num_damaged
         self._state.refresh_entropies([name for name, _ in restored.index.items()])
         self._state.lose(all_gather_union(self._comm, dict(restored.lost)))
-        self._state.rebucket()
+        moved = self._state.rebucket()
         evicted = self._state.hold_question_cap()
         self._state.count_bytes()
+        if moved and self._comm.is_main:
+            logger.warning(
+                "%s: %d questions are in another bucket now: they were saved under another experience.difficulty",
+                folder, moved,
+            )  # fmt: skip
         if evicted and self._comm.is_main:
             logger.warning("%s: %d answers beyond experience.max_answers_per_question are evicted", folder, evicted)
 

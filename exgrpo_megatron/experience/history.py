@@ -10,7 +10,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -167,7 +168,7 @@ def read_history_table(path: Path) -> HistoryTable:
         steps.append(step)
         for event in events:
             question = places.setdefault(event.question_id, len(places))
-            rows.append((step, question, kinds[event.kind], *astuple(event)[2:]))
+            rows.append((step, question, kinds[event.kind], *_REST(event)))
     columns = list(zip(*rows, strict=True)) or [()] * (len(_COLUMNS) + 1)
     arrays: dict[str, Any] = {
         name: np.array(column, dtype) for (name, dtype), column in zip(_COLUMNS.items(), columns[:-1], strict=True)
@@ -179,6 +180,7 @@ _COLUMNS = {
     "step": np.int32, "question": np.int32, "kind": np.int8, "count": np.int32, "of": np.int32, "answer": np.int64,
     "mean_ratio": np.float32, "max_ratio": np.float32,
 }  # fmt: skip
+_REST = attrgetter(*list(_COLUMNS)[3:], "reason")
 
 
 def _plain(value: Any) -> Any:

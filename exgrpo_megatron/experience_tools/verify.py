@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from exgrpo_megatron.checkpointing import DIGESTS_FILE
 from exgrpo_megatron.errors import CheckpointError, DataError
 from exgrpo_megatron.experience.encoding import Record, decode, is_whole
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, find_answers_files, read_summary
@@ -60,6 +63,8 @@ def verify(source: Source) -> Verification:
             found.faults += _parquet_faults(source.path, found)
     except (CheckpointError, DataError) as error:
         found.faults.append(str(error))
+    if source.checkpoint is not None:
+        found.faults += _changed_files(source.checkpoint)
     if source.history is not None:
         try:
             found.steps = sum(1 for _ in read_history(source.history))
@@ -92,6 +97,23 @@ def _checkpoint_faults(folder: Path, found: Verification) -> Iterator[str]:
     for path in sorted((folder / "segments").glob("*")):
         if path.name not in listed:
             yield f"{path}: belongs to no index"
+
+
+def _changed_files(checkpoint: Path) -> Iterator[str]:
+    """The other files of the experience, by the SHA-256 that the checkpoint has of them."""
+    try:
+        saved = dict(json.loads((checkpoint / DIGESTS_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        yield f"{checkpoint / DIGESTS_FILE}: cannot be read ({error})"
+        return
+    for name, digest in sorted(saved.items()):
+        path = checkpoint / name
+        if path.parent.name != "experience":
+            continue
+        if not path.is_file():
+            yield f"{path}: missing"
+        elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            yield f"{path}: is not as it was saved (its SHA-256 differs)"
 
 
 def _segment_faults(manifest: Manifest, place: int, segment: Segment) -> Iterator[str]:

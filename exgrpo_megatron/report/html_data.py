@@ -54,12 +54,12 @@ def page_data(run: RunData, folder: Path, max_answer_texts: int) -> PageData:
     notes: list[str] = []
     simulated = (folder / "simulation.json").is_file()
     if simulated:
-        notes.append("This run was simulated from pass rates: no model, and no texts.")
+        notes.append("This run was simulated from pass rates: no model, no texts, and only questions that were tried.")
     known = {} if simulated else _known_questions(run.config, notes)
     rows = _question_rows(run, folder, known, notes)
     texts = _texts(run.config, folder, rows, max_answer_texts, notes) if not simulated else FoundTexts({}, 0)
     payload = {
-        "run": _run_facts(run),
+        "run": {**_run_facts(run), "simulated": simulated},
         "metrics": _metrics(run),
         "questions": _columns(rows),
         "statuses": list(STATUSES),
@@ -237,7 +237,7 @@ def _cards(run: RunData) -> list[dict[str, str]]:
 
 
 def _share(run: RunData) -> str:
-    return f"of {run.config.grpo.num_prompts_per_step} questions, last step"
+    return f"of {run.config.grpo.num_prompts_per_step}, last step"
 
 
 def _stored(last: Mapping[str, float]) -> str:

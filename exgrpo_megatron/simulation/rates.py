@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from exgrpo_megatron.data.rows import Row, read_rows
 from exgrpo_megatron.errors import ConfigError, DataError
+from exgrpo_megatron.experience.history import HISTORY_FILE, read_history
 from exgrpo_megatron.report.run_data import RunData, load_run
 from exgrpo_megatron.simulation.learner import FloatArray
 
 DISTRIBUTIONS = "uniform, constant:P, beta:A,B"
+MEASURED_ENDING = ".pass_rates.jsonl"
+"""Of the file that `exgrpo eval` writes."""
 _FIRST_STEPS = 5
 """Steps of a run whose counts say how its pass rates were spread."""
 _USUAL_CORRELATION, _LEAST_CORRELATION = 0.33, 1e-3
@@ -63,7 +67,7 @@ def find_rates(source: str, questions: int, rng: np.random.Generator) -> Rates:
         return Rates(draw(_numbers(source, numbers), questions, rng), source)
     path = Path(source)
     if path.is_dir():
-        return _rates_of_run(load_run(path), rng)
+        return _rates_of_run(load_run(path), path / HISTORY_FILE, rng)
     if path.is_file():
         return _rates_of_file(path, rng)
     raise ConfigError(
@@ -97,35 +101,46 @@ def fit_distinct(right: FloatArray, questions: FloatArray, stored: float) -> int
     return min(expected, key=lambda pair: abs(pair[1] - stored))[0]
 
 
-def _rates_of_run(run: RunData, rng: np.random.Generator) -> Rates:
+def _rates_of_run(run: RunData, history: Path, rng: np.random.Generator) -> Rates:
     """Spread as the first counts of the run were, and led along the pass rates of its new answers."""
     records = [record for record in run.records if "reward/pass_rate_fresh" in record]
     if not records:
         raise DataError(f"{run.name}: this run has no training step yet, so there are no pass rates to simulate with")
-    if "experience/bucket_1" not in records[0]:
-        raise DataError(
-            f"{run.name}: this run kept no experience, and without buckets nothing says how pass rates vary"
-        )
     size = run.config.grpo.num_generations_per_prompt
     right = np.arange(size + 1, dtype=np.float64)
-    a, b = fit_beta(right, _first_counts(run, records[:_FIRST_STEPS]))
-    total = round(records[0]["data/questions_left"] + _retired_from_order(run, records[0]))
-    curve = {int(record["step"]): record["reward/pass_rate_fresh"] for record in records}
+    known = run.config.experience.enabled and "experience/bucket_1" in records[0]
+    if history.is_file():
+        counts = _counts_of_history(history, size)
+    elif known:
+        counts = _counts_of_buckets(run, records[:_FIRST_STEPS])
+    else:
+        raise DataError(f"{run.name}: this run has neither buckets nor {HISTORY_FILE} to say how pass rates vary")
+    a, b = fit_beta(right, counts)
+    stored = records[0].get("experience/stored_this_step", 0.0)
     return Rates(
-        _beta([a, b], total, rng),
+        _beta([a, b], round(records[0]["data/questions_left"] + _retired_from_order(run, records[0])), rng),
         f"run {run.name}: beta:{a:.3g},{b:.3g}, then its logged pass rates",
-        curve,
+        {int(record["step"]): record["reward/pass_rate_fresh"] for record in records},
         _bytes_of(run),
-        fit_distinct(right[1:size], _buckets(records[0], size), records[0]["experience/stored_this_step"]),
+        fit_distinct(right[1:size], _buckets(records[0], size), stored) if known and stored else None,
     )
 
 
-def _first_counts(run: RunData, records: list[dict[str, float]]) -> FloatArray:
-    """How many questions had 0..K right, of those met in the first steps."""
-    size = run.config.grpo.num_generations_per_prompt
+def _counts_of_history(path: Path, size: int) -> FloatArray:
+    """How many questions had 0..K right in their first group, of those met in the first steps."""
+    first: dict[str, int] = {}
+    for _, events in islice(read_history(path), _FIRST_STEPS):
+        for event in events:
+            if event.kind == "tried":
+                first.setdefault(event.question_id, event.count)
+    return np.bincount(list(first.values()), minlength=size + 1).astype(np.float64)
+
+
+def _counts_of_buckets(run: RunData, records: list[dict[str, float]]) -> FloatArray:
+    """The same from metrics, by their latest group with a right answer."""
     last = records[-1]
     met = sum(run.config.grpo.num_prompts_per_step - record["experience/replayed_questions"] for record in records)
-    stored, retired = _buckets(last, size), last["experience/retired"]
+    stored, retired = _buckets(last, run.config.grpo.num_generations_per_prompt), last["experience/retired"]
     none = max(0.0, met - float(stored.sum()) - retired)
     return np.array([none, *stored, retired], dtype=np.float64)
 
@@ -135,8 +150,9 @@ def _buckets(record: dict[str, float], size: int) -> FloatArray:
 
 
 def _retired_from_order(run: RunData, record: dict[str, float]) -> float:
-    retired = record["experience/retired"] if run.config.experience.retire_from == "replay_and_fresh" else 0.0
-    return retired - record["data/retired_kept"]
+    if run.config.experience.retire_from != "replay_and_fresh":
+        return 0.0
+    return record.get("experience/retired", 0.0) - record.get("data/retired_kept", 0.0)
 
 
 def _bytes_of(run: RunData) -> float | None:
@@ -145,31 +161,21 @@ def _bytes_of(run: RunData) -> float | None:
 
 
 def _rates_of_file(path: Path, rng: np.random.Generator) -> Rates:
-    """Of a file with a column pass_rate, or of the graded answers that `exgrpo eval` writes."""
-    if path.name.endswith(".answers.jsonl"):
-        return _rates_of_answers(path, rng)
-    values = [_rate(row) for row in read_rows(str(path), ["pass_rate"], "--rates")]
-    if not values:
-        raise DataError(f"{path} has no rows")
-    return Rates(np.array(values, dtype=np.float64), path.name)
+    """Pass rates as they stand there; those that `exgrpo eval` measured, by so many answers a question, as counts."""
+    if path.name.endswith(MEASURED_ENDING):
+        return _rates_of_counts(path, rng)
+    return Rates(np.array([_rate(row) for row in read_rows(str(path), ["pass_rate"], "--rates")]), path.name)
 
 
-def _rates_of_answers(path: Path, rng: np.random.Generator) -> Rates:
-    """True rates behind counts of few answers: drawn from what a beta distribution, fitted to all counts, leaves
-    possible for each question."""
-    tried: dict[str, list[bool]] = {}
-    for row in read_rows(str(path), ["mode", "question_id", "reward"], "--rates"):
-        if row.values["mode"] == "t1":
-            tried.setdefault(str(row.values["question_id"]), []).append(float(row.values["reward"]) > 0)
-    if not tried:
-        raise DataError(f"{path} has no answers that were sampled (mode t1)")
-    right = np.array([sum(listed) for listed in tried.values()], dtype=np.float64)
-    total = np.array([len(listed) for listed in tried.values()], dtype=np.float64)
+def _rates_of_counts(path: Path, rng: np.random.Generator) -> Rates:
+    """True rates behind few answers: drawn from what a beta distribution, fitted to all counts, leaves possible for a
+    question."""
+    columns = ["num_correct", "num_answers"]
+    rows = [[float(row.text_or_number(name)) for name in columns] for row in read_rows(str(path), columns, "--rates")]
+    right, total = np.array(rows, dtype=np.float64).T
     size = int(total.max())
-    whole = right[total == size]
-    a, b = fit_beta(
-        np.arange(size + 1, dtype=np.float64), np.bincount(whole.astype(int), minlength=size + 1).astype(np.float64)
-    )
+    counts = np.bincount(right[total == size].astype(int), minlength=size + 1)
+    a, b = fit_beta(np.arange(size + 1, dtype=np.float64), counts.astype(np.float64))
     return Rates(rng.beta(a + right, b + total - right), f"{path.name} ({size} answers a question)")
 
 

@@ -124,6 +124,7 @@ def not_simulated(config: Config) -> list[str]:
         "demonstrations: every answer is sampled": config.demonstrations.enabled,
         "repo: there are no off-policy groups": config.repo.enabled,
         "env.reward_function: rewards are 0 and 1": config.env.reward_function is not None,
+        "data.train.pass_rates_path: all questions of --rates take part": config.data.train.pass_rates_path is not None,
         "data.validation: nothing is evaluated": config.data.validation is not None,
     }
     return [*left_out, *(text for text, asked in others.items() if asked)]

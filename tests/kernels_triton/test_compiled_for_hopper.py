@@ -37,8 +37,8 @@ def compiled(tmp_path_factory) -> list[dict]:
 
 
 def test_all_kernels_are_there(compiled):
-    """3 types x (3 tiles + the smallest unaligned) x 2 kernels; 5 objectives x 2 x 2; 3 ways to merge."""
-    assert len(compiled) == 24 + 20 + 3
+    """3 types x (3 tiles + the smallest unaligned) x 2 kernels; 8 objectives x 2 x 2; 3 ways to merge."""
+    assert len(compiled) == 24 + 32 + 3
 
 
 def test_nothing_is_spilled(compiled):

@@ -1,6 +1,6 @@
 // The charts of the overview and of the buckets.
 
-const TIMES = [["draw", "var(--grey)"], ["select", "var(--violet)"], ["rollout", "var(--blue)"], ["reward", "var(--green)"], ["old_logprobs", "var(--amber)"], ["update", "var(--orange)"], ["push", "var(--pink)"], ["record", "var(--teal)"]];
+const TIMES = [["draw", "var(--grey)"], ["select", "var(--violet)"], ["rollout", "var(--blue)"], ["reward", "var(--green)"], ["old_logprobs", "var(--amber)"], ["update", "var(--orange)"], ["replay_step", "var(--red)"], ["push", "var(--pink)"], ["record", "var(--teal)"]];
 
 /** A metric as a series; nothing where the run has not written it. */
 function series(data, name, style) {
@@ -55,7 +55,21 @@ function overview(data) {
       get("ratio_replayed/max", { name: "ratio, replayed tokens", color: "var(--orange)" })] }),
     lineChart({ title: "New questions left for an epoch", unit: "questions", start, series: [get("data/questions_left", { name: "left", color: "var(--green)" })] }),
     lineChart({ title: "Age of replayed answers", unit: "steps", start, empty: without, series: [get("experience/mean_age_steps", { name: "mean", color: "var(--pink)" })] }),
+    ...replayStepCharts(data),
     stackChart({ title: "Time of a step", unit: "s", start, series: TIMES.map(([name, color]) => get(`time/${name}_s`, { name: name.replace("_", " "), color })) }),
+  ];
+}
+
+/** Of runs with optimiser steps on stored answers alone. */
+function replayStepCharts(data) {
+  if (!data.metrics["replay_step/answers"]) return [];
+  const get = (name, style) => series(data, name, style), low = get("ratio_replay_step/p01", {}), high = get("ratio_replay_step/p99", {});
+  return [
+    lineChart({ title: "Replay steps: stored answers trained on", series: [get("replay_step/answers", { name: "answers", color: "var(--violet)" })] }),
+    lineChart({ title: "Replay steps: ratio, new / recorded", log: true, lines: [{ y: 1, name: "unchanged", color: "var(--grey)" }], series: [
+      low && high && { name: "1% to 99%", color: "var(--violet)", steps: low.steps, low: low.values, high: high.values },
+      get("ratio_replay_step/p50", { name: "median", color: "var(--violet)" })] }),
+    lineChart({ title: "Replay steps: weight of an answer", y: [0, null], series: [get("replay_step/mean_weight", { name: "mean", color: "var(--teal)" })] }),
   ];
 }
 

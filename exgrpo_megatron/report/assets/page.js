@@ -32,7 +32,8 @@ function themeButton() {
 function start() {
   const data = JSON.parse(document.getElementById("data").textContent);
   themeButton();
-  document.getElementById("charts").replaceChildren(...overview(data));
+  const charts = overview(data).filter((chart) => !data.run.simulated || !chart.querySelector(".empty"));
+  document.getElementById("charts").replaceChildren(...charts);
   document.getElementById("bucket-charts").replaceChildren(...bucketCharts(data));
   const table = new QuestionTable(data);
   metricChooser(data);

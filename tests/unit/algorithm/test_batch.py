@@ -160,6 +160,15 @@ def test_the_penalty_of_long_answers_grows_over_the_buffer_and_changes_advantage
     assert length_penalty(90, config()) == 0
 
 
+def test_every_pass_deals_out_all_groups_in_an_order_of_its_own():
+    eight = [group(str(i), member(1, 0.0), member(1, 1.0)) for i in range(8)]
+    parts = minibatches(eight, 2, np.random.default_rng(5), num_passes=3)
+    assert [len(part) for part in parts] == [4] * 6
+    orders = [[one.question.id for part in parts[start : start + 2] for one in part] for start in (0, 2, 4)]
+    assert all(sorted(order) == [str(i) for i in range(8)] for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+
+
 def test_minibatches_partition_the_groups_and_depend_only_on_the_generator():
     eight = [group(str(i), member(1, 0.0), member(1, 1.0)) for i in range(8)]
     halves = minibatches(eight, 2, np.random.default_rng(5))

@@ -74,7 +74,7 @@ def test_a_line_of_something_else_is_named(path, line):
         list(read_history(path))
 
 
-def test_a_step_of_the_paper_s_batch_takes_a_dozen_kilobytes(path):
+def test_a_step_of_the_paper_s_batch_takes_sixteen_kilobytes(path):
     """128 questions of 8 answers with ids of 16 characters: half of them replayed, half of the new answers stored."""
     ids = [f"{number:016x}" for number in range(128)]
     events = [Event(name, "tried", count=4, of=8) for name in ids]

@@ -1,13 +1,14 @@
 """`exgrpo simulate`: cases that can be worked out by hand, and a run that was logged."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from exgrpo_megatron.errors import ConfigError, DataError
-from exgrpo_megatron.experience.history import HISTORY_FILE, read_history
+from exgrpo_megatron.experience.history import HISTORY_FILE, Event, HistoryWriter, read_history
 from exgrpo_megatron.recipe import dump_recipe, load_recipe
 from exgrpo_megatron.simulation.learner import Growth, Learner
 from exgrpo_megatron.simulation.outcome import draw_outcome, summary, write_outcome
@@ -144,6 +145,16 @@ def test_a_logged_run_is_predicted(logged):
         assert 0.5 * np.abs(ours_share - theirs_share).sum() <= 0.3
 
 
+def test_a_history_says_how_the_first_counts_were_spread(logged, tmp_path):
+    """Of 1000 first groups 500 have 2 of 8 right and 500 have 6: mean 0.5, variance 4 = 8 / 4 (1 + 7 r), r = 1/7, so
+    a + b = 6."""
+    shutil.copytree(logged[0], tmp_path / "run")
+    HistoryWriter(tmp_path / "run" / HISTORY_FILE).write(
+        1, [Event(f"q{i}", "tried", count=2 + 4 * (i % 2), of=8) for i in range(1000)]
+    )
+    assert "beta:3,3," in find_rates(str(tmp_path / "run"), 0, np.random.default_rng(0)).words
+
+
 def test_equal_seeds_give_equal_runs():
     first, second = (simulate(recipe(), constant(0.4, 100), Assumptions()).records for _ in range(2))
     assert first == second
@@ -155,15 +166,10 @@ def test_pass_rates_come_from_files(tmp_path):
     table = tmp_path / "rates.jsonl"
     table.write_text('{"question": "a", "pass_rate": 0.25}\n{"question": "b", "pass_rate": 1}\n')
     assert find_rates(str(table), 0, rng).values.tolist() == [0.25, 1.0]
-    answers = tmp_path / "step_1.answers.jsonl"
-    rows = [
-        {"mode": mode, "question_id": f"q{i}", "reward": float(j < i % 5)}
-        for i in range(200)
-        for j in range(4)
-        for mode in ("t1", "greedy")
-    ]
-    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = find_rates(str(answers), 0, rng)
+    measured = tmp_path / "step_000001.pass_rates.jsonl"
+    rows = [{"question_id": f"q{i}", "num_correct": i % 5, "num_answers": 4} for i in range(200)]
+    measured.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = find_rates(str(measured), 0, rng)
     assert len(found.values) == 200
     assert found.values.mean() == pytest.approx(0.5, abs=0.05)  # 0 to 4 right of 4, equally many each
     assert len(found.resized(1000, rng).values) == 1000

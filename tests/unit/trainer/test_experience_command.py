@@ -14,6 +14,7 @@ from exgrpo_megatron.data.embedded_model import materialize
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.files import read_summary
 from exgrpo_megatron.experience.manifest import read_manifest
+from exgrpo_megatron.experience.stats_file import STATS_FILE
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.policy import distributed
 
@@ -291,6 +292,10 @@ FAULTS = {
     "stray segment": (lambda folder: (folder / "segments" / "x.seg").touch(), "x.seg: belongs to no index"),
     "wrong count": (lambda folder: edit(folder, num_answers=99), "says"),
     "retired with answers": (lambda folder: edit(folder, retired=some_question(folder)), "is retired, but has answers"),
+    "statistics changed": (
+        lambda folder: append(folder / STATS_FILE),
+        "questions.parquet: is not as it was saved",
+    ),
     "index gone": (lambda folder: next(folder.glob("index-*")).unlink(), "holds no experience"),
 }
 
@@ -298,6 +303,10 @@ FAULTS = {
 def edit(folder, **values):
     path = folder / "experience.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def append(path):
+    path.write_bytes(path.read_bytes() + b" ")
 
 
 def some_question(folder):

@@ -87,6 +87,8 @@ def test_a_guards_hold_the_return_of_the_retired_and_the_ringing_alarms_go_on_wh
     names = ("schedule", "guards", "freshness", "alarms", "retirement", "order")
     assert {name: left[name] for name in names} == {name: right_[name] for name in names}
     assert left["alarms"]["ringing"]
+    histories = [(folder / "run" / "experience_history.jsonl").read_text() for folder in (cut, whole)]
+    assert histories[0] == histories[1]
 
 
 def test_a_resume_on_changed_data_is_refused_with_both_fingerprints(tmp_path, run_steps, data_parallel):

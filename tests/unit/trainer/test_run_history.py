@@ -36,6 +36,24 @@ def test_a_replayed_answer_is_named_with_its_ratios(tmp_path, data_parallel):
     assert np.array_equal(stored.token_ids, chosen.token_ids)
 
 
+def test_a_replay_step_names_its_answers_too_and_a_question_that_returns_is_told(tmp_path, data_parallel):
+    """w = 2 when it is replayed in a step of its own, before which nothing has moved the policy: all new answers are
+    wrong. Of the one question that is retired, one is brought back after every step."""
+    keys = {"strategy": "replay_step", "retire_from": "replay", "return_retired": {"share": 1.0, "period": 1}}
+
+    def script(question_id, samples):
+        return [right(question_id) if question_id == retired else wrong(question_id)] * samples
+
+    retired = "q6"  # the first in line
+    trainer = build_trainer(tmp_path, script, comm=data_parallel, experience=keys, loss_fn={"entropy_bonus": "none"})
+    plant(trainer, "q1", [right("q1")], ratio=2.0)
+    events = trainer.step().events
+    (replayed,) = (event for event in events if event.kind == "replayed")
+    assert (replayed.question_id, replayed.answer) == ("q1", 0)
+    assert (replayed.mean_ratio, replayed.max_ratio) == pytest.approx((2.0, 2.0), rel=1e-3)
+    assert [event.kind for event in events if event.question_id == retired] == ["tried", "retired", "returned"]
+
+
 def test_mean_and_largest_ratio_differ_where_tokens_do(tmp_path, data_parallel):
     trainer = build_trainer(tmp_path, two_right, comm=data_parallel)
     plant(trainer, "q1", [right("q1")])
