@@ -295,6 +295,7 @@ class ExperienceBuffer:
             collect=collect,
             truncated=truncated,
             retire=self._config.retire_from != "never",
+            solved_above=self._config.solved_above,
         )
         serials = self._state.take_serials([len(change.answers) for change in changes])
         with together(self._comm):
