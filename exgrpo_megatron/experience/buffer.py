@@ -312,7 +312,6 @@ class ExperienceBuffer:
         Their answers were forgotten when they retired. To be called alike on every process."""
         for question_id in question_ids:
             self._state.index.bring_back(question_id)
-            self._state.events.append(Event(question_id, "returned"))
 
     def take_events(self) -> list[Event]:
         """What became of questions since the last `record`, or the last call; `record` reports what nobody took."""
