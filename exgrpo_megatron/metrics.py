@@ -166,7 +166,7 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/clip_share": Metric("share", "new response tokens whose gradient the PPO clip removed"),
     "policy/padding_share": Metric("share", "positions of the training micro-batches that held padding"),
-    "policy/clamped_ratios": Metric("tokens", "log-ratios beyond loss_fn.max_abs_log_ratio, clamped"),
+    "policy/clamped_ratios": Metric("tokens", "log-ratios used beyond loss_fn.max_abs_log_ratio, clamped"),
     "policy/version": Metric("", "version of the weights after the step"),
     **{
         f"ratio_fresh/{stat}": Metric("", f"{words} ratio w of new response tokens")

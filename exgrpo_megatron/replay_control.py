@@ -71,8 +71,9 @@ class ReplayControl:
         if not self._parts.config.experience.enabled:
             return {}, []
         fresh = [group for group in record.groups if not group.replayed]
-        self._schedule.observe(pass_rate(fresh) if fresh else None)
-        self._step_schedule.observe(pass_rate(record.groups))
+        rate = pass_rate(fresh) if fresh else None
+        self._schedule.observe(rate)
+        self._step_schedule.observe(rate)
         # The main process's word counts: another kind of machine may round a mean to the other side of a limit.
         crossed = self._parts.comm.broadcast(self._guards.crossed(metrics) if plan.replays else {})
         warnings = self._guards.observe(step, crossed)

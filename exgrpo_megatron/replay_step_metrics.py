@@ -49,12 +49,13 @@ def replay_step_metrics(config: Config, record: ReplayStepRecord, terms: LossTer
     if not record.sequences:
         return answers
     log_ratio = terms.log_ratio[terms.replayed]
+    has_ratio = config.experience.replay_step.shaping != "log_prob"
     return {
         **answers,
         "replay_step/mean_weight": float(np.mean([sequence.advantage for sequence in record.sequences])),
         "replay_step/mean_age_steps": float(np.mean(record.ages)),
         "replay_step/mean_push": float(pushes(terms, config.experience.replay_step, bound).mean()),
-        "replay_step/clamped_ratios": int((np.abs(log_ratio) > bound).sum()),
+        "replay_step/clamped_ratios": int((np.abs(log_ratio) > bound).sum()) if has_ratio else 0,
         **ratio_summary("ratio_replay_step", log_ratio),
         **_of_updates(record.updates),
     }

@@ -33,11 +33,14 @@ class Retirement:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._total_returned = 0
+        self._released: list[str] = []
 
     def after_step(self, step: int, report: RecordReport) -> Retired:
         """Leave the step's retired questions out of later epochs, and bring back those whose turn it is, which becomes
         events of the report."""
         config, kept = self._parts.config, []
+        report.events[:0] = [Event(question_id, "returned") for question_id in self._released]
+        self._released = []
         if config.experience.retire_from == "replay_and_fresh":
             reserve = config.grpo.num_prompts_per_step + QUESTIONS_BEYOND_A_BATCH
             kept = self._parts.order.remove(report.retired, reserve)
@@ -45,6 +48,17 @@ class Retirement:
         report.events += [Event(question_id, "returned") for question_id in returned]
         self._total_returned += len(returned)
         return Retired(kept, len(returned), self._total_returned)
+
+    def release(self) -> int:
+        """After a resume, bring back every question that the run retired under another recipe, where that of now says
+        `experience.retire_from: never`; returns how many. Events of the next step."""
+        config, experience = self._parts.config, self._parts.experience
+        if not config.experience.enabled or config.experience.retire_from != "never" or not experience.num_retired:
+            return 0
+        self._released = sorted(experience.retired)
+        experience.bring_back(self._released)
+        self._parts.order.bring_back(self._released, generator(config.grpo.seed, 0, "return"))
+        return len(self._released)
 
     def state_dict(self) -> dict[str, Any]:
         return {"total_returned": self._total_returned}

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 
+from exgrpo_megatron.algorithm.batch import objective
 from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
+from exgrpo_megatron.algorithm.replay_step import replay_objective
 from exgrpo_megatron.budget import Budget
 from exgrpo_megatron.comm import all_gather_concat
 from exgrpo_megatron.config import Config, LossConfig
@@ -255,7 +257,6 @@ def _policy_metrics(
 ) -> dict[str, float]:
     """Mean over the step's optimiser steps on new answers; ratios over all of their tokens."""
     fresh = ~terms.replayed
-    bound = parts.config.loss_fn.max_abs_log_ratio
     return {
         "policy/loss": float(np.mean([update.loss for update in updates])),
         **_entropies(terms),
@@ -265,7 +266,7 @@ def _policy_metrics(
         "policy/skipped_updates": sum(update.skipped for update in updates),
         "policy/clip_share": float(terms.clipped[fresh].mean()) if fresh.any() else 0.0,
         "policy/padding_share": _ratio(everyone, "num_padding", "num_positions"),
-        "policy/clamped_ratios": int((np.abs(terms.log_ratio) > bound).sum()),
+        "policy/clamped_ratios": _num_clamped(parts.config, terms),
         "policy/version": parts.policy.version,
         **ratio_summary("ratio_fresh", terms.log_ratio[fresh]),
         **ratio_summary("ratio_replayed", terms.log_ratio[terms.replayed]),
@@ -290,6 +291,16 @@ def _shaped(config: Config, terms: LossTerms) -> dict[str, float]:
     bound = config.loss_fn.max_abs_log_ratio
     clamped = np.clip(terms.log_ratio[terms.replayed], -bound, bound)
     return {"ratio_replayed/shaped": mean_shaped(clamped, shown.gamma if shown.enabled else experience.shaping_beta)}
+
+
+def _num_clamped(config: Config, terms: LossTerms) -> int:
+    """Log-ratios that the loss clamps: those of tokens of which it uses a ratio."""
+    joint = config.experience.in_steps and config.experience.replay_step.joint
+    used = replay_objective(config) if joint else objective(config, mixed=True)
+    beyond = np.abs(terms.log_ratio) > used.max_abs_log_ratio
+    if used.shaping == "log_prob":
+        beyond &= ~terms.replayed
+    return 0 if used.kind == "nll" else int(beyond.sum())
 
 
 def _ratio(updates: list[UpdateResult], part: str, whole: str) -> float:

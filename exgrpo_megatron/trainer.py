@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ from exgrpo_megatron.retirement import Retired, Retirement
 from exgrpo_megatron.rewards.alarm import RewardAlarm
 from exgrpo_megatron.step_metrics import StepClock, StepRecord, step_events, step_metrics, step_warnings
 from exgrpo_megatron.types import Group, Question, Slot, TrainSequence, UpdateResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,9 @@ class Trainer:
         self.budget = Budget.resumed(state.get("budget"))
         self.alarm.load_state_dict(state["alarm"])
         self.parts.order.load_state_dict(state["order"])
+        released = self.retirement.release()
+        if released and self.parts.comm.is_main:
+            logger.warning("%d questions that were retired come back: experience.retire_from is 'never' now", released)
 
     def _fresh_slot(self, question: Question, step: int) -> Slot:
         """A new question, with a demonstration if the recipe has them."""

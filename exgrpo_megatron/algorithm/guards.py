@@ -60,7 +60,7 @@ class Guards:
         if not self._config.limits:
             return {}
         return {
-            "guards/crossed": len(crossed),
+            "guards/crossed": sum(not crossed.keys().isdisjoint(GUARD_LIMITS[name]) for name in self._config.limits),
             "guards/crossings": self._crossings,
             "guards/held": float(held),
         }

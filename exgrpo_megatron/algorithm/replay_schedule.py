@@ -90,11 +90,12 @@ class ReplayStepSchedule:
         """Whether a step has replay steps, once something is stored."""
         return self._on
 
-    def observe(self, pass_rate: float) -> None:
-        """Take in the pass rate of the step just done."""
+    def observe(self, pass_rate: float | None) -> None:
+        """Take in the pass rate of new questions in the step just done; None: there were none."""
         threshold = self._experience.replay_step.start_pass_rate
-        if self._experience.in_steps and threshold is not None and pass_rate > threshold:
-            self._on = True
+        if not self._experience.in_steps or threshold is None or pass_rate is None:
+            return
+        self._on = self._on or pass_rate > threshold
 
     def state_dict(self) -> dict[str, bool]:
         return {"on": self._on}

@@ -30,7 +30,8 @@ class ReplayStepConfig(Section):
     num_steps: PositiveInt = key(1, "replay steps after the updates on new answers, each with a draw of its own")
     start_pass_rate: Share | None = key(
         None,
-        "replay steps begin after a step whose pass rate is above this (strict); null: as soon as an answer is stored",
+        "replay steps begin after a step whose pass rate of new questions is above this (strict); null: as soon as an "
+        "answer is stored",
     )
     bucket_weight: BucketWeight = key("counts", "weight of a bucket in the draw, as in experience.bucket_weight")
     bucket_sigma: PositiveFloat = key(1.0, "width of the normal bucket weights, in counts or accuracy")

@@ -50,6 +50,8 @@ def test_a_guard_holds_the_steps_after_the_last_crossing():
     watching.observe(7, crossed)
     watching.observe(8, {})
     assert [watching.held(step) for step in (9, 10, 11)] == [True, True, False]
+    # One limit, though groups and replay steps both crossed it.
+    crossed = {**crossed, "ratio_replay_step/max": 6.0}
     assert watching.metrics(crossed, held=True) == {"guards/crossed": 1, "guards/crossings": 2, "guards/held": 1.0}
 
 

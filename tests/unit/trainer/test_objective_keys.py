@@ -229,6 +229,12 @@ def test_log_ratios_are_clamped_and_counted(make, bound, weight, clamped):
     assert metrics["policy/clamped_ratios"] == clamped
 
 
+def test_a_log_ratio_that_is_not_used_is_not_clamped(make):
+    metrics = replay_one(make, math.e**3, loss_fn={"max_abs_log_ratio": 1.0}, experience={"shaping": "log_prob"})
+    assert metrics["ratio_replayed/min"] == pytest.approx(math.e**3, rel=1e-3)
+    assert metrics["policy/clamped_ratios"] == 0
+
+
 # loss_fn.use_importance_sampling_correction, rollout_is, truncated_importance_sampling_*
 
 

@@ -141,6 +141,22 @@ def test_where_only_replay_is_left_a_returned_question_keeps_its_place_among_the
     assert column(results, "experience/retired") == [0, 0, 0]
 
 
+def test_what_another_recipe_retired_comes_back_after_a_resume_where_nothing_retires(make, tmp_path, caplog):
+    first = make(all_right, num_questions=30)
+    retired = {group.question.id for group in first.step().groups}
+    assert (len(retired), first.parts.order.num_active) == (4, 26)
+    first.parts.experience.snapshot().save(tmp_path / "experience")
+    trainer = make(all_wrong, num_questions=30, experience={"retire_from": "never"})
+    trainer.parts.experience.load(tmp_path / "experience")
+    trainer.load_state_dict(first.state_dict())
+    assert "4 questions that were retired come back: experience.retire_from is 'never' now" in caplog.text
+    assert trainer.parts.order.num_active == 30
+    results = steps(trainer, 2)
+    assert column(results, "experience/retired") == [0, 0]
+    returned = [[event.question_id for event in result.events if event.kind == "returned"] for result in results]
+    assert returned == [sorted(retired), []]
+
+
 # experience.guards
 
 

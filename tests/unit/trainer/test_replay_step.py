@@ -82,13 +82,15 @@ def test_the_loss_is_the_weighted_shaped_ratio_over_the_longest_response_and_the
 
 
 def test_log_probs_are_pushed_alike_whatever_their_ratio(make):
-    trainer = make({"shaping": "log_prob"})
+    trainer = make({"shaping": "log_prob"}, loss_fn={"max_abs_log_ratio": 1.0})
     plant_two(trainer)
     pairs = [(trainer.questions[name].prompt_ids, token_ids(trainer, right(name))) for name in ("q1", "q3")]
     q1, q3 = (float(score.logprobs.sum()) for score in trainer.parts.policy.score(pairs, 1.0))
     metrics = trainer.step().metrics
     assert metrics["replay_step/loss"] == pytest.approx(-(0.75 * q1 + 0.5 * q3) / (WIDTH * 2), rel=1e-4)
     assert metrics["replay_step/mean_push"] == 1
+    assert metrics["ratio_replay_step/min"] < np.exp(-1)
+    assert metrics["replay_step/clamped_ratios"] == 0  # no ratio is used
 
 
 def test_per_answer_length_divides_by_the_answers_own_tokens(make):
@@ -191,6 +193,15 @@ def test_a_step_with_nothing_stored_has_no_replay_step_and_the_schedule_waits(ma
 def test_replay_steps_wait_for_a_pass_rate_strictly_above_the_start(make, start, updates):
     trainer = make({"start_pass_rate": start}, script=half_right)
     assert [trainer.step().metrics["replay_step/updates"] for _ in range(2)] == updates
+
+
+def test_stored_answers_in_groups_do_not_begin_the_replay_steps(make):
+    # Of the step's 16 answers the two stored ones are right, of its new ones none.
+    trainer = make({"start_pass_rate": 0.1}, experience={"strategy": "both"})
+    plant_two(trainer)
+    first, second = trainer.step().metrics, trainer.step().metrics
+    assert (first["experience/replayed_questions"], first["reward/pass_rate"]) == (2, 2 / 16)
+    assert second["replay_step/updates"] == 0
 
 
 def test_a_replay_step_with_too_large_a_norm_is_skipped_and_counted(make):
