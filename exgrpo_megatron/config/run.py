@@ -112,7 +112,8 @@ class EnvConfig(Section):
                 prefix = "" if function is None else "math."
                 raise ValueError(
                     f"{prefix}{name} = {getattr(section, name)!r} has no effect with reward_function = {function!r}: "
-                    "set one of them back"
+                    f"set it back to {kind.model_fields[name].default!r} (a recipe beneath this one may have set it), "
+                    "or leave the function out"
                 )
         return self
 

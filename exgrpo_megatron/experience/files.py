@@ -108,7 +108,10 @@ def find_answers_files(path: Path) -> list[Path]:
     if not found and (path / SINGLE_FILE).exists():
         return [path / SINGLE_FILE]
     if not found:
-        raise CheckpointError(f"{path}: holds no experience: neither {answers_file(0, 1)} nor one of more such files.")
+        raise CheckpointError(
+            f"{path}: holds no experience: neither {answers_file(0, 1)} nor one of more such files "
+            "(`exgrpo experience import` makes these of JSON lines or other Parquet)."
+        )
     return found
 
 

@@ -200,22 +200,23 @@ class TrajectoryBuffer:
         """Delete what lies in `folder`; the buffer cannot be used any more."""
         self._experience.close()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str | Path) -> None:
         """Write everything, the state of the draws included, into `folder`, which must be new or empty.
 
         Raises:
             FileExistsError: there is something in it.
         """
         state = state_files.State(self._settings, self._rng.bit_generator.state, self._step, self._prompts)
-        state_files.write(folder, state, self._experience)
+        state_files.write(Path(folder), state, self._experience)
 
     @classmethod
-    def load(cls, folder: Path, *, store: Path | None = None) -> TrajectoryBuffer:
+    def load(cls, folder: str | Path, *, store: Path | None = None) -> TrajectoryBuffer:
         """The buffer that was saved, with the same future draws; `store`: its `folder`.
 
         Raises:
             CheckpointError: a file is missing or damaged; names it.
         """
+        folder = Path(folder)
         state = state_files.read(folder)
         settings = dict(state.settings)
         bucketer = DifficultyBucketer(settings.pop("metric"), settings.pop("window_size"))

@@ -103,6 +103,7 @@ def step_parts(metrics: Metrics) -> list[str]:
     """The figures of a step's line, each with its word; first how well, then experience, then health, then speed."""
     formats: list[tuple[str, Callable[[float], str]]] = [
         ("reward/pass_rate_fresh", lambda value: f"new pass {value:.1%}"),
+        ("reward/mean", lambda value: f"reward {value:.3f}"),
         ("experience/replayed_questions", lambda value: f"replayed {value:.0f}"),
         ("replay_step/answers", lambda value: f"replay step {value:.0f} a"),
         ("experience/retired", lambda value: f"retired {value:.0f}"),
@@ -138,6 +139,8 @@ def evaluation_line(step: int, metrics: Metrics, temperature: float) -> str:
     """The held-out pass rates after a step (0: before the first)."""
     words = {"validation/pass_rate_t1": f"T={temperature:g}", "validation/pass_rate_greedy": "greedy"}
     rates = [f"{word} {metrics[name]:.1%}" for name, word in words.items() if name in metrics]
+    rewards = {"validation/reward_t1": f"T={temperature:g}", "validation/reward_greedy": "greedy"}
+    rates += [f"reward {word} {metrics[name]:.3f}" for name, word in rewards.items() if name in metrics]
     return f"held out, {f'after step {step}' if step else 'before the first step'}: {', '.join(rates)}"
 
 

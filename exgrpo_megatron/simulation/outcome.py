@@ -46,7 +46,9 @@ def summary(run: Simulated) -> dict[str, Any]:
     """What became of replay, of the questions and of the buffer; null for what did not happen."""
     steps, last = run.records, run.records[-1]
     batch = run.config.grpo.num_prompts_per_step
-    full = whole_share(run.config.experience.replay_ratio, batch) if run.config.experience.enabled else 0
+    experience = run.config.experience
+    in_groups = experience.enabled and experience.strategy != "replay_step"
+    full = whole_share(experience.replay_ratio, batch) if in_groups else 0
     replayed = [step["experience/replayed_questions"] for step in steps]
     return {
         "steps": len(steps),
@@ -54,6 +56,7 @@ def summary(run: Simulated) -> dict[str, Any]:
         "replay_starts_at_step": _first(steps, "experience/replay_on", 1),
         "full_share_from_step": _first(steps, "experience/replayed_questions", full) if full else None,
         "mean_replay_share": sum(replayed) / (batch * len(steps)),
+        "answers_of_replay_steps": sum(_replay_steps(step) for step in steps),
         "buffer_questions": last["experience/buffer_questions"],
         "stored_answers": last["experience/stored_answers"],
         "stored_bytes": last["experience/stored_bytes"],
@@ -72,6 +75,9 @@ def steps_table(run: Simulated) -> Table:
     table = _table("Simulated run")
     for title in ("step", "new pass", "replayed", "buffer", "retired", "answers", "MB", "epoch", "questions left"):
         table.add_column(title, justify="right")
+    extra = run.config.experience.strategy != "exgrpo"
+    if extra:
+        table.add_column("replay step", justify="right")
     batch = run.config.grpo.num_prompts_per_step
     for step in _shown(run.records):
         table.add_row(
@@ -82,6 +88,7 @@ def steps_table(run: Simulated) -> Table:
             f"{step['experience/stored_bytes'] / 1e6:.1f}",
             f"{step['data/epoch']:.0f}",
             f"{step['data/questions_left']:.0f}",
+            *([f"{_replay_steps(step):.0f}"] if extra else []),
         )
     return table
 
@@ -175,6 +182,11 @@ def _taken(run: Simulated) -> list[float]:
     """New questions that each step used up, those thrown away included."""
     batch = run.config.grpo.num_prompts_per_step
     return [batch - step["experience/replayed_questions"] + step["data/discarded"] for step in run.records]
+
+
+def _replay_steps(step: dict[str, float]) -> float:
+    """Stored answers that a step's replay steps train on."""
+    return step.get("replay_step/answers", 0.0)
 
 
 def _first(steps: Sequence[dict[str, float]], name: str, least: float) -> int | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from exgrpo_megatron.config import VARIANTS
+from exgrpo_megatron.data.embedded_tasks import task_of
 from exgrpo_megatron.recipe import changed_keys, load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -54,7 +55,7 @@ DIFFERENCES = {
         "grpo.seed: 1 -> 2",
         "experience.start_pass_rate: 0.35 -> null",
         "experience.prefill_path: null -> runs/quickstart/checkpoints/step_000080/experience",
-        "data.train.generator_size: 450 -> 900",
+        "data.train.generator_size: 450 -> 480",
         "policy.init_from: null -> runs/quickstart/checkpoints/step_000080",
         "sft.warm_start: true -> false",
     ],
@@ -92,3 +93,11 @@ def test_the_recipe_of_a_variant_changes_every_switch_of_it(variant: str):
 def test_every_recipe_of_comparisons_is_here():
     files = {f"{name}/{path.stem}" for name in ("ablations", "baselines") for path in (RECIPES / name).iterdir()}
     assert files == {*DIFFERENCES, "ablations/variant_paper", "ablations/variant_code"}
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(RECIPES)))
+def test_a_generator_has_as_many_questions_as_its_recipe_asks_for(path):
+    data = load_recipe(path).data
+    for source, held_out in ((data.train, False), (data.validation, True)):
+        if source is not None and source.generator is not None:
+            assert len(task_of(source).questions(source, held_out)) == source.generator_size
