@@ -159,6 +159,17 @@ class LossConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _bonus_has_its_weight(self) -> LossConfig:
+        if self.entropy_bonus == "none" and self.entropy_coeff not in (
+            0,
+            type(self).model_fields["entropy_coeff"].default,
+        ):
+            raise ValueError(
+                f"entropy_coeff = {self.entropy_coeff} has no effect with entropy_bonus = 'none': set one of them back"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ratio_keys_have_a_ratio(self) -> LossConfig:
         for name in _RATIO_KEYS if self.disable_ppo_ratio else ():
             if getattr(self, name) != type(self).model_fields[name].default:

@@ -197,6 +197,7 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
             ["loss_fn.truncated_importance_sampling_ratio=2"],
             ["truncated_importance_sampling_ratio = 2", "use_importance_sampling_correction = false"],
         ),
+        (["loss_fn={entropy_bonus: none, entropy_coeff: 0.01}"], ["entropy_coeff = 0.01 has no effect", "'none'"]),
         (["loss_fn.rollout_is=sequence"], ["rollout_is = 'sequence'", "use_importance_sampling_correction = false"]),
         (
             [

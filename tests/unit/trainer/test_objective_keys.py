@@ -379,7 +379,7 @@ def mean_entropies(trainer, names):
         # One mean a micro-batch of one group, four groups.
         ("per_micro_batch", 0.01, 4, 4),
         ("per_micro_batch", 0.03, 4, 12),
-        ("none", 0.01, 16, 0),
+        ("none", 0.001, 16, 0),
         ("global_mean", 0.0, 16, 0),
     ],
 )
