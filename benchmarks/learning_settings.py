@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from learning_studies import Study
+
 EVALUATE_EVERY = 256
 """Answers between evaluations."""
 
@@ -62,6 +64,8 @@ class Setting:
     """How many are sampled."""
     group: str = "main"
     """Which picture it is in."""
+    study: Study | None = None
+    """What is changed for which there is no recipe key."""
 
 
 def batch(prompts: int, members: int, lr: float) -> tuple[str, ...]:
