@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from learning_further import FURTHER
+from learning_further import FURTHER, noted_table
 from learning_run import Measured, configured, identity, run, warm_start
 from learning_settings import SETTINGS, Setting
 from learning_table import draw_pictures, tables
@@ -45,6 +45,7 @@ def main() -> None:
     if arguments.command == "table":
         measured = current_results(settings, arguments.out)
         print(tables(settings, measured))
+        print(noted_table(measured))
         for path in draw_pictures(settings, measured, arguments.out):
             print(path, file=sys.stderr)
     elif arguments.jobs == 1:

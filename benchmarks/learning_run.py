@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from learning_settings import EVALUATE_EVERY, TASKS, Setting
-from learning_studies import StudyTrainer
+from learning_studies import Study, StudyTrainer
 
 from exgrpo_megatron import build, session
 from exgrpo_megatron.comm import Communicator
@@ -70,7 +70,8 @@ def identity(config: Config, setting: Setting) -> str:
     # Defaults are left out, so that a key that did not exist then makes no other run of it.
     left_out = {"logger": True, "checkpointing": True, "sft": {"warm_start_dir"}}
     dumped = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
-    studied = [asdict(setting.study)] if setting.study else []
+    changed = asdict(setting.study).items() - asdict(Study()).items() if setting.study else ()
+    studied = [sorted(changed)] if changed else []
     text = json.dumps([dumped, setting.answers, EVALUATE_EVERY, *studied], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from learning_studies import Study
 
@@ -49,6 +49,14 @@ TASKS = {
         (2.0, 4.0, 6.0),
         0.5,
     ),
+}
+# Held-out questions are graded strictly there too.
+TASKS |= {
+    f"symbols, luck {share:g}": replace(
+        TASKS["symbols"],
+        title=f"unknown symbols, where {share:.0%} of the wrong answers with the right end count as right",
+    )
+    for share in (0.25, 1.0)
 }
 
 

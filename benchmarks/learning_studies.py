@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +37,8 @@ class Study:
     """Stored answers older than so many steps are not trained on."""
     stored_share: float | None = None
     """A replay step has this share of the stored questions."""
-    last_digit: bool = False
-    """In training an answer is right if its last digit is: some are right by luck."""
+    luck: float = 0.0
+    """In training this share of the wrong answers whose last digit is right counts as right: always the same ones."""
     confirmed: Literal["any", "most", "twice"] = "any"
     """The stored answer that was found most often, or only those found twice at least."""
 
@@ -46,8 +47,8 @@ class StudyTrainer(Trainer):
     """The trainer with the changes of a study."""
 
     def __init__(self, parts: Parts, study: Study) -> None:
-        if study.last_digit:
-            parts = replace(parts, verifier=LastDigit(parts.verifier))
+        if study.luck:
+            parts = replace(parts, verifier=LuckyVerifier(parts.verifier, study.luck))
         super().__init__(parts)
         self.study, self.found, self.wrong = study, Found(), Wrong()
         self.replay = StudyDraw(parts, study, self.found)
@@ -101,20 +102,23 @@ class StudyTrainer(Trainer):
         }  # fmt: skip
 
 
-class LastDigit:
-    """A verifier for which an answer is right if its last digit is."""
+class LuckyVerifier:
+    """A verifier for which some wrong answers are right, if they have as many digits and the last one is right."""
 
-    def __init__(self, strict: Verifier) -> None:
-        self._strict = strict
+    def __init__(self, strict: Verifier, share: float) -> None:
+        self._strict, self._share = strict, share
 
     def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Of a box with as many digits as the gold answer, by the last one."""
-        verdicts = []
-        for (response, gold), verdict in zip(items, self._strict.grade(items), strict=True):
-            answer = boxed_answer(response) or ""
-            right = answer.isdigit() and len(answer) == len(gold) and answer[-1] == gold[-1]
-            verdicts.append(Verdict(1.0, "correct") if right else verdict)
-        return verdicts
+        """The same answer to the same question always earns the same."""
+        return [
+            Verdict(1.0, "correct") if self._is_lucky(*item) else verdict
+            for item, verdict in zip(items, self._strict.grade(items), strict=True)
+        ]
+
+    def _is_lucky(self, response: str, gold: str) -> bool:
+        answer = boxed_answer(response) or ""
+        alike = answer.isdigit() and len(answer) == len(gold) and answer[-1] == gold[-1]
+        return alike and zlib.crc32(f"{response} {gold}".encode()) < self._share * 2**32
 
     def check_gold(self, answers: Sequence[str]) -> list[int]:
         """As the strict one."""
