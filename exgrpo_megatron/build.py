@@ -16,8 +16,10 @@ from exgrpo_conversion.architecture import Architecture, UnsupportedModelError
 from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config
 from exgrpo_conversion.mapping import manifest
 from exgrpo_megatron import __version__
+from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config, DataSourceConfig, OptimizerConfig, SchedulerConfig
+from exgrpo_megatron.data.demonstrations import Demonstrations
 from exgrpo_megatron.data.embedded_model import is_embedded, materialize
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet, load_questions
@@ -27,9 +29,11 @@ from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.reading import check_answers_files
+from exgrpo_megatron.experience.recent_answers import RecentAnswers
 from exgrpo_megatron.layout import check_layout, check_positions
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.exact_text import ExactTextVerifier
+from exgrpo_megatron.rewards.function import FunctionVerifier, check_reward_function
 from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
 from exgrpo_megatron.rollout.vllm_checks import check_vllm, kv_cache_bytes
@@ -51,6 +55,7 @@ class Inputs:
     train: QuestionSet
     validation: QuestionSet | None
     sampling: SamplingParams
+    demonstrations: Demonstrations | None
 
     def data_record(self) -> dict[str, Any]:
         """What is said of the questions in checkpoints and model cards."""
@@ -64,6 +69,7 @@ class Inputs:
 
 def load_inputs(config: Config, comm: Communicator) -> Inputs:
     """Model configuration, tokenizer and questions; raises ConfigError, DataError for what the user must change."""
+    check_reward_function(config.env)
     model_dir = base_model(config, comm)
     architecture = read_architecture(model_dir)
     check_positions(architecture, config.policy.max_total_sequence_length)
@@ -88,7 +94,8 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
     held_out = config.data.validation
     validation = load_questions(held_out, config.data, tokenizer, held_out=True) if held_out else None
     _check_enough_questions(config, train)
-    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling)
+    shown = Demonstrations(config, train.questions, tokenizer) if config.demonstrations.enabled else None
+    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling, shown)
 
 
 def check_prefill(config: Config, working_folder: Path) -> None:
@@ -111,6 +118,21 @@ def check_prefill(config: Config, working_folder: Path) -> None:
         check_answers_files(Path(path), config.grpo.num_generations_per_prompt)
     except CheckpointError as error:
         raise ConfigError(f"experience.prefill_path: {error}") from None
+
+
+def check_init_from(config: Config) -> None:
+    """Raise ConfigError where policy.init_from is no whole checkpoint of a run."""
+    path = config.policy.init_from
+    if path is None:
+        return
+    if (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"policy.init_from = {path!r} is a Hugging Face folder: set policy.model_name to it, and init_from to null"
+        )
+    try:
+        read_state(Path(path))
+    except CheckpointError as error:
+        raise ConfigError(f"policy.init_from: {error}") from None
 
 
 def base_model(config: Config, comm: Communicator) -> Path:
@@ -214,7 +236,9 @@ def _build_vllm_engine(
 
 
 def build_verifier(config: Config) -> Verifier:
-    """Math-Verify in worker processes, or the comparison of texts."""
+    """Math-Verify or the recipe's own function in worker processes, or the comparison of texts."""
+    if config.env.reward_function is not None:
+        return FunctionVerifier(config.env)
     return ExactTextVerifier(config.env.math) if config.env.math.exact_text else MathVerifier(config.env.math)
 
 
@@ -237,6 +261,8 @@ def build_parts(
         validation=inputs.held_out,
         sampling=inputs.sampling,
         model_dir=inputs.model_dir,
+        demonstrations=inputs.demonstrations,
+        recent=RecentAnswers(config.repo, config.grpo.seed, comm) if config.repo.enabled else None,
     )
 
 
@@ -266,7 +292,16 @@ def build_evaluator(
     chosen = inputs.held_out if questions is None else questions
     if not chosen:
         return None
-    return Evaluator(config.eval, chosen, engine, verifier, inputs.tokenizer, inputs.sampling, comm)
+    return Evaluator(
+        config.eval,
+        chosen,
+        engine,
+        verifier,
+        inputs.tokenizer,
+        inputs.sampling,
+        comm,
+        report_rewards=config.env.reward_function is not None,
+    )
 
 
 def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTrainer, MegatronActor]:

@@ -39,10 +39,13 @@ class Evaluator:
         tokenizer: PromptTokenizer,
         sampling: SamplingParams,
         comm: Communicator,
+        *,
+        report_rewards: bool = False,
     ) -> None:
+        """`report_rewards`: also the mean reward, which is the pass rate where rewards are 0 and 1."""
         self.config, self.questions, self.comm = config, list(questions), comm
         self.engine, self.verifier, self.tokenizer = engine, verifier, tokenizer
-        self.sampling = sampling
+        self.sampling, self.report_rewards = sampling, report_rewards
 
     def run(self) -> Evaluation:
         """Samples, grades and averages; every process evaluates its part and gets the whole result.
@@ -58,6 +61,7 @@ class Evaluator:
         return Evaluation(
             metrics={
                 **{name: value for mode in ("t1", "greedy") for name, value in _pass_rates(mode, rows).items()},
+                **(_mean_rewards(rows) if self.report_rewards else {}),
                 "validation/response_length": _mean([float(row["num_tokens"]) for row in sampled]),  # type: ignore[arg-type]
                 "validation/truncated": sum(row["stop_reason"] == "length" for row in sampled),
             },
@@ -86,8 +90,10 @@ class Evaluator:
     ) -> list[tuple[int, tuple[dict[str, object], TokenIds]]]:
         """Of each (index of the question, response) the index, the row and the tokens."""
         texts = [self.tokenizer.decode(response.token_ids) for _, response in pairs]
-        golds = [self.questions[i].answer for i, _ in pairs]
-        verdicts = self.verifier.grade(list(zip(texts, golds, strict=True)))
+        asked = [self.questions[i] for i, _ in pairs]
+        verdicts = self.verifier.grade(
+            [(text, question.answer, question.text) for text, question in zip(texts, asked, strict=True)]
+        )
         return [
             (i, (_row(mode, self.questions[i], response, text, verdict), response.token_ids))
             for (i, response), text, verdict in zip(pairs, texts, verdicts, strict=True)
@@ -110,13 +116,20 @@ def _row(mode: str, question: Question, response: SampledResponse, text: str, ve
 
 
 def _pass_rates(mode: str, rows: list[dict[str, object]]) -> dict[str, float]:
-    rewards: dict[str, list[float]] = defaultdict(list)
+    right: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if row["mode"] == mode:
-            rewards[""].append(float(row["reward"]))  # type: ignore[arg-type]
+            right[""].append(row["status"] == "correct")
             if row["category"] is not None:
-                rewards[f"/{row['category']}"].append(float(row["reward"]))  # type: ignore[arg-type]
-    return {f"validation/pass_rate_{mode}{suffix}": _mean(values) for suffix, values in sorted(rewards.items())}
+                right[f"/{row['category']}"].append(row["status"] == "correct")
+    return {f"validation/pass_rate_{mode}{suffix}": _mean(values) for suffix, values in sorted(right.items())}
+
+
+def _mean_rewards(rows: list[dict[str, object]]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        rewards[f"validation/reward_{row['mode']}"].append(float(row["reward"]))  # type: ignore[arg-type]
+    return {name: _mean(values) for name, values in rewards.items()}
 
 
 def _mean(values: list[float]) -> float:

@@ -56,7 +56,7 @@ class GradedRollouts:
     def _grade(self, groups: list[Group]) -> list[tuple[Group, list[Verdict]]]:
         """The groups with rewards, each with the verdicts of its new answers."""
         items = [
-            (self.parts.tokenizer.decode(member.token_ids), group.question.answer)
+            (self.parts.tokenizer.decode(member.token_ids), group.question.answer, group.question.text)
             for group in groups
             for member in group.trajectories
         ]
@@ -64,7 +64,9 @@ class GradedRollouts:
         graded = []
         for group in groups:
             pairs = [(member, next(verdicts)) for member in group.trajectories]
-            rewarded = tuple(replace(member, reward=verdict.reward) for member, verdict in pairs)
+            rewarded = tuple(
+                replace(member, reward=verdict.reward, passed=verdict.correct) for member, verdict in pairs
+            )
             graded.append(
                 (Group(group.question, rewarded), [verdict for member, verdict in pairs if not member.replayed])
             )

@@ -13,11 +13,13 @@ from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.algorithm.batch import balanced_shares
 from exgrpo_megatron.comm import Communicator, all_gather_concat, in_order
 from exgrpo_megatron.config import Config
+from exgrpo_megatron.data.demonstrations import Demonstrations
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
-from exgrpo_megatron.rewards.verifier import Verdict
+from exgrpo_megatron.experience.recent_answers import RecentAnswers
+from exgrpo_megatron.rewards.verifier import Graded, Verdict
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
 from exgrpo_megatron.types import Question, ScoredSequence, TokenIds, TrainSequence, UpdateResult
 
@@ -54,8 +56,9 @@ class Policy(Protocol):
 class Verifier(Protocol):
     """Grades responses against gold answers."""
 
-    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts of (response text, gold answer) pairs, in order."""
+    def grade(self, items: Sequence[Graded]) -> list[Verdict]:
+        """Verdicts of (response text, gold answer, question text), in order; the last may be left out where the
+        verifier does not need it."""
 
     def check_gold(self, answers: Sequence[str]) -> list[int]:
         """Indices of the gold answers that earn nothing when they are given as the boxed answer to themselves."""
@@ -103,6 +106,10 @@ class Parts:
     sampling: SamplingParams
     model_dir: Path
     """Hugging Face folder the run started from; tokenizer and configuration of the export."""
+    demonstrations: Demonstrations | None = None
+    """Members of groups that do not come from the run."""
+    recent: RecentAnswers | None = None
+    """Answers of which off-policy groups are made."""
 
 
 def score_shared(parts: Parts, pairs: list[tuple[TokenIds, TokenIds]]) -> list[ScoredSequence]:

@@ -11,10 +11,9 @@ import numpy as np
 
 from exgrpo_megatron.comm import gather_parts
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.data.solutions import read_solutions, solution_column
+from exgrpo_megatron.data.solutions import closed_solutions, read_solutions, solution_column
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.parts import Parts, score_shared
-from exgrpo_megatron.rewards.rules import boxed_answer
 from exgrpo_megatron.types import Group, Question, ScoredSequence, TokenIds, Trajectory
 
 ANSWERS_AT_ONCE = 1024
@@ -137,7 +136,7 @@ def _tokenised(parts: Parts, endings: Sequence[str], report: PrefillReport) -> I
         if question is None:
             report.no_question += 1
             continue
-        for text in _responses(solution.text, question.answer, _marker(parts.config), endings):
+        for text in closed_solutions(parts.config.data.train, solution.text, question.answer, endings):
             token_ids = np.array([*parts.tokenizer.encode(text), parts.tokenizer.eos_id], dtype=np.int32)
             writable = parts.tokenizer.can_write(text)
             fits = len(token_ids) <= parts.sampling.max_new_tokens
@@ -147,27 +146,15 @@ def _tokenised(parts: Parts, endings: Sequence[str], report: PrefillReport) -> I
                 yield question, token_ids
 
 
-def _marker(config: Config) -> str | None:
-    """What parts a solution from the gold answer, where one column has both."""
-    source = config.data.train
-    return source.answer_marker if source.solution_key == source.answer_key else None
-
-
-def _responses(solution: str, gold: str, marker: str | None, endings: Sequence[str]) -> list[str]:
-    working = (solution.rpartition(marker)[0] if marker else solution).strip()
-    if boxed_answer(working) is not None:
-        return [working]
-    return [f"{working}\n{ending.replace('{answer}', gold)}".lstrip() for ending in endings]
-
-
 def _groups(parts: Parts, answers: list[_Answer], report: PrefillReport) -> list[Group]:
     """A group for each answer that the verifier accepts; every process grades a part of them."""
     comm, size = parts.comm, parts.config.grpo.num_generations_per_prompt
     first, processes = comm.rank * comm.members + comm.member, comm.size * comm.members
-    texts = [(parts.tokenizer.decode(ids), question.answer) for question, ids in answers[first::processes]]
+    mine = answers[first::processes]
+    texts = [(parts.tokenizer.decode(ids), question.answer, question.text) for question, ids in mine]
     graded = zip(range(first, len(answers), processes), parts.verifier.grade(texts), strict=True)
     verdicts = gather_parts(comm, list(graded))
-    right = [answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict.reward > 0]
+    right = [answer for answer, verdict in zip(answers, verdicts, strict=True) if verdict.correct]
     report.wrong += len(answers) - len(right)
     scores = score_shared(parts, [(question.prompt_ids, token_ids) for question, token_ids in right])
     return [

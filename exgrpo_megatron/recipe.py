@@ -25,7 +25,7 @@ NEMO_RL_ADVICE = {
     "grpo.batch_multiplier": "leave it out; use grpo.num_prompts_per_step",
     "grpo.max_num_epochs": "use grpo.max_num_steps",
     "grpo.max_val_samples": "use data.validation.max_questions",
-    "grpo.reward_scaling": "leave it out; rewards are 0 or 1",
+    "grpo.reward_scaling": "leave it out; a function of yours may scale (env.reward_function)",
     "grpo.reward_shaping.stop_properly_penalty_coef": "use grpo.overlong_filtering or the other keys of reward_shaping",
     "grpo.use_dynamic_sampling": "leave it out; experience.replay_ratio raises the share of mixed groups",
     "grpo.val_batch_size": "leave it out; policy.generation.max_batch_size bounds the batch",
@@ -137,7 +137,12 @@ def derived_table(config: Config, data_parallel_size: int = 1) -> list[tuple[str
         ("questions a step", f"{grpo.num_prompts_per_step}, of which at most {replayed} replayed"),
         ("answers a question (K)", f"{grpo.num_generations_per_prompt}; a replayed question samples one less"),
         ("sequences trained a step", f"{answers}"),
-        ("rollouts a step", f"{answers} without replay, at least {answers - replayed} with it"),
+        (
+            "rollouts a step",
+            f"{answers}, one less for each demonstration"
+            if config.demonstrations.enabled
+            else f"{answers} without replay, at least {answers - replayed} with it",
+        ),
         ("sequences an optimiser step", f"{policy.train_global_batch_size}"),
         ("optimiser steps a step", f"{config.updates_per_step}"),
         *([("stored answers trained on beside them", _replay_steps_text(config, stored))] if stored else []),

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from exgrpo_megatron.policy.export import ExportOptions
 
 
+RECENT_FOLDER = "recent_answers"
+"""Of a checkpoint, where the recipe has `repo`."""
+
+
 @dataclass(frozen=True)
 class RunOutcome:
     """Where a training run ended and what it left."""
@@ -80,9 +84,13 @@ class TrainingRun:
         )
         self.gate = AgreementGate(self.parts) if config.policy.generation.backend == "vllm" else None
         self.last_checkpoint = checkpoint
+        if self.parts.demonstrations:
+            reporter.note(self.parts.demonstrations.describe())
         if checkpoint:
             self._resume(checkpoint, state)
-        elif config.experience.enabled and config.experience.prefill_path:
+        elif config.policy.init_from:
+            self._begin_with(Path(config.policy.init_from))
+        if not checkpoint and config.experience.enabled and config.experience.prefill_path:
             reporter.note(load_prefill(self.parts, Path(config.experience.prefill_path)))
 
     def run(self, stop: StopSignal) -> RunOutcome:
@@ -199,6 +207,9 @@ class TrainingRun:
             self.actor.begin_save(folder / "policy", snapshot=self.config.checkpointing.async_save),
             FilesPart(partial(self.parts.experience.snapshot().save, folder / "experience")),
         ]
+        recent = self.parts.recent
+        if recent:
+            parts.append(FilesPart(partial(recent.save, recent.snapshot(), folder / RECENT_FOLDER)))
         if self.comm.is_main:
             parts.append(FilesPart(partial(self._write_recipe, folder / RECIPE_FILE)))
         return parts
@@ -221,6 +232,12 @@ class TrainingRun:
         self.store.verify(checkpoint, excuse=self._may_be_damaged)
         self.actor.load(checkpoint / "policy")
         self.parts.experience.load(checkpoint / "experience")
+        if self.parts.recent and (checkpoint / RECENT_FOLDER).is_dir():
+            self.parts.recent.load(checkpoint / RECENT_FOLDER)
+        elif self.parts.recent:
+            self.reporter.note(
+                "repo: the checkpoint keeps no answers (repo.enabled was false), so none are replayed yet"
+            )
         self.trainer.load_state_dict(state)
         if self.parts.experience.num_damaged:
             self.reporter.note(f"experience: {self.parts.experience.num_damaged} answers lost to damaged files so far")
@@ -229,6 +246,13 @@ class TrainingRun:
         )
         for line in changed_keys(state["recipe"], self.config.model_dump(mode="json")):
             self.reporter.note(f"the recipe changed since then: {line}")
+
+    def _begin_with(self, checkpoint: Path) -> None:
+        """The weights of another run's checkpoint, and nothing else of it."""
+        state = read_state(checkpoint)
+        self.store.verify(checkpoint, excuse=lambda file: not file.startswith("policy/"))
+        self.actor.begin_with(checkpoint / "policy")
+        self.reporter.note(f"beginning with the weights of {checkpoint}, after its {state['step']} steps")
 
     def _may_be_damaged(self, file: str) -> bool:
         """Whether experience judges a file of a checkpoint by itself, and goes on without what is damaged in it."""

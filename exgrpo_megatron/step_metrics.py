@@ -78,6 +78,8 @@ class StepRecord:
     """Optimiser steps skipped in the run so far."""
     budget: Budget
     """The step included."""
+    off_policy: list[Group] = field(default_factory=list)
+    """Groups of replayed answers alone."""
 
 
 def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str, float]:
@@ -87,6 +89,7 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
         **_reward_metrics(parts.config, record),
         **_group_metrics(record.groups),
         **_experience_metrics(parts, record),
+        **_repo_metrics(parts, record.off_policy),
         **_update_metrics(parts, record),
         **record.budget.metrics(parts.policy.version),
         **_engine_ratio_metrics(parts.config.loss_fn, record.groups),
@@ -140,12 +143,25 @@ def step_events(parts: Parts, record: StepRecord) -> list[Event]:
 def pass_rate(groups: list[Group]) -> float:
     """Share of correct members over all groups, replayed members included."""
     members = [member for group in groups for member in group.trajectories]
-    return sum(member.reward > 0 for member in members) / len(members)
+    return sum(member.correct for member in members) / len(members)
 
 
 def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
     """The longest of each time: every rank waits for the slowest, outside of the phase that made it wait."""
     return {name: max(seconds[name] for seconds in ranks) for name in ranks[0]}
+
+
+def _repo_metrics(parts: Parts, off_policy: list[Group]) -> dict[str, float]:
+    if parts.recent is None:
+        return {}
+    rewards = [{member.reward for member in group.trajectories} for group in off_policy]
+    return {
+        "repo/groups": len(off_policy),
+        "repo/mixed_groups": sum(len(different) > 1 for different in rewards),
+        "repo/answers": sum(group.size for group in off_policy),
+        "repo/kept_answers": parts.recent.num_answers(),
+        "repo/refused": sum(parts.comm.all_gather(parts.recent.num_refused)),
+    }
 
 
 def _new_answers(groups: list[Group]) -> list[Trajectory]:
@@ -158,7 +174,8 @@ def _reward_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     return {
         **({"reward/length_penalty": float(np.mean(penalties))} if config.grpo.reward_shaping.enabled else {}),
         "reward/pass_rate": pass_rate(record.groups),
-        "reward/pass_rate_fresh": sum(member.reward > 0 for member in fresh) / len(fresh),
+        "reward/pass_rate_fresh": sum(member.correct for member in fresh) / len(fresh),
+        **({"reward/mean": float(np.mean([member.reward for member in fresh]))} if config.env.reward_function else {}),
         **{f"reward/{status}": count for status, count in verdict_counts(record.verdicts).items()},
     }
 
@@ -176,7 +193,8 @@ def _group_metrics(groups: list[Group]) -> dict[str, float]:
 
 def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
     experience, ages, report = parts.experience, record.replay_ages, record.report
-    replayed = [member for group in record.groups for member in group.trajectories if member.replayed]
+    off_policy = [member for group in record.groups for member in group.trajectories if member.replayed]
+    replayed, shown = ([], off_policy) if parts.demonstrations else (off_policy, [])
     sizes = Counter(experience.bucket_sizes())
     members = parts.config.grpo.num_generations_per_prompt
     kept = parts.comm.all_gather((experience.num_own_answers, experience.own_segment_bytes))
@@ -202,7 +220,9 @@ def _experience_metrics(parts: Parts, record: StepRecord) -> dict[str, float]:
         "experience/truncated": report.truncated,
         "experience/refused": len(report.refused),
         "experience/retired_again": report.already_retired,
-        "experience/replayed_wrong": sum(member.reward <= 0 for member in replayed),
+        "experience/replayed_wrong": sum(not member.correct for member in replayed),
+        **({"demonstrations/members": len(shown)} if parts.demonstrations else {}),
+        **({"demonstrations/wrong": sum(not member.correct for member in shown)} if parts.demonstrations else {}),
         "experience/scored_answers": record.num_scored + record.stored.num_scored,
         "experience/padded_logprobs": record.num_padded + record.stored.num_padded,
         **({"experience/mean_age_steps": float(np.mean(ages))} if ages else {}),
@@ -262,11 +282,14 @@ def _entropies(terms: LossTerms) -> dict[str, float]:
 
 def _shaped(config: Config, terms: LossTerms) -> dict[str, float]:
     """What shaping makes of the ratios of replayed tokens, clamped as in the loss."""
-    if config.experience.shaping != "ratio" or not terms.replayed.any():
+    shown = config.demonstrations
+    if not (shown.enabled or config.experience.shaping == "ratio") or not terms.replayed.any():
         return {}
     bound = config.loss_fn.max_abs_log_ratio
     clamped = np.clip(terms.log_ratio[terms.replayed], -bound, bound)
-    return {"ratio_replayed/shaped": mean_shaped(clamped, config.experience.shaping_beta)}
+    return {
+        "ratio_replayed/shaped": mean_shaped(clamped, shown.gamma if shown.enabled else config.experience.shaping_beta)
+    }
 
 
 def _ratio(updates: list[UpdateResult], part: str, whole: str) -> float:

@@ -81,11 +81,12 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
     """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
     with together(comm):
         build.check_prefill(config, RunFolder(config).experience)
-    if comm.is_main and config.env.math.check_gold:
+        build.check_init_from(config)
+    if comm.is_main and config.env.math.check_gold and config.env.reward_function is None:
         for line in question_checks.check_gold_answers(config, inputs):
             say(comm, line)
     if not config.sft.warm_start:
-        if is_embedded(config.policy.model_name):
+        if is_embedded(config.policy.model_name) and config.policy.init_from is None:
             say(comm, f"warning: {config.policy.model_name} has random weights, and sft.warm_start is false")
         return inputs.model_dir
     with reporter_of(comm, config.sft.max_num_steps, "warm start") as reporter:

@@ -21,7 +21,7 @@ from exgrpo_megatron.replay_step import ReplayStep
 from exgrpo_megatron.retirement import Retired, Retirement
 from exgrpo_megatron.rewards.alarm import RewardAlarm
 from exgrpo_megatron.step_metrics import StepClock, StepRecord, step_events, step_metrics, step_warnings
-from exgrpo_megatron.types import Group, Slot, TrainSequence, UpdateResult
+from exgrpo_megatron.types import Group, Question, Slot, TrainSequence, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -68,28 +68,30 @@ class Trainer:
             drawn = self.replay.draw(step, mixed=plan.in_groups)
         with clock.phase("select"):
             selection = self.replay.select(drawn.replayed, step)
-        slots = [*selection.slots, *(Slot(question, None) for question in drawn.fresh)]
+        slots = [*selection.slots, *(self._fresh_slot(question, step) for question in drawn.fresh)]
         groups, verdicts = self.rollouts.groups(slots, step, clock)
         with clock.phase("record"):
+            off_policy = self.parts.recent.off_policy_groups(groups, step) if self.parts.recent else []
             report, retired = self._record(groups, step)
         with clock.phase("update"):
             stored = self.replay_step.joining(step, on=plan.in_steps)
-            updates, num_capped = self._update(groups, stored.sequences, step, plan)
+            updates, num_capped = self._update(groups, off_policy, stored.sequences, step, plan)
         with clock.phase("replay_step"):
             if not stored.sequences:
                 stored = self.replay_step.run(step, on=plan.in_steps, cap=plan.ratio_cap)
         with clock.phase("push"):
             self.push_weights()
         self.skipped_updates += sum(update.skipped for update in [*updates, *stored.updates])
-        self.budget.add(groups, len(stored.sequences))
+        self.budget.add(groups, len(stored.sequences) + sum(group.size for group in off_policy))
         self.last_step = step
         record = StepRecord(
             groups=groups,
+            off_policy=off_policy,
             verdicts=verdicts,
             updates=updates,
             stored=stored,
             report=report,
-            replay_ages=[step - slot.stored.step for slot in slots if slot.stored],
+            replay_ages=[step - slot.stored.step for slot in selection.slots if slot.stored],
             num_scored=selection.num_scored,
             num_padded=selection.num_padded,
             num_discarded=drawn.num_discarded,
@@ -132,11 +134,16 @@ class Trainer:
         self.alarm.load_state_dict(state["alarm"])
         self.parts.order.load_state_dict(state["order"])
 
+    def _fresh_slot(self, question: Question, step: int) -> Slot:
+        """A new question, with a demonstration if the recipe has them."""
+        demonstrations = self.parts.demonstrations
+        return Slot(question, demonstrations.of(question, step) if demonstrations else None)
+
     def _update(
-        self, groups: list[Group], stored: list[TrainSequence], step: int, plan: StepPlan
+        self, groups: list[Group], off_policy: list[Group], stored: list[TrainSequence], step: int, plan: StepPlan
     ) -> tuple[list[UpdateResult], int]:
-        """One optimiser step a minibatch of whole groups, which stored answers may join; and how many replayed tokens a
-        guard's clip left out."""
+        """One optimiser step a minibatch of whole groups, with the off-policy groups of their questions, which stored
+        answers may join; and how many replayed tokens a guard's clip left out."""
         config = self.config
         terms = replay_objective(config) if stored else objective(config, mixed=plan.in_groups)
         if plan.ratio_cap is not None:
@@ -145,7 +152,10 @@ class Trainer:
         results, num_capped = [], 0
         rng = generator(config.grpo.seed, step, "minibatches")
         for part in minibatches(groups, config.updates_per_pass, rng, num_passes=config.grpo.num_iterations):
-            sequences = train_sequences(part, config, data_parallel_size=self.parts.comm.size)
+            names, size = {group.question.id for group in part}, self.parts.comm.size
+            theirs = [group for group in off_policy if group.question.id in names]
+            sequences = train_sequences(part, config, data_parallel_size=size)
+            sequences += train_sequences(theirs, config, data_parallel_size=size, off_policy=True) if theirs else []
             sequences, count = capped(self.parts, [*sequences, *stored], plan.ratio_cap)
             num_capped += count
             coeff = config.loss_fn.entropy_coeff if per_micro_batch else 0.0
@@ -154,6 +164,8 @@ class Trainer:
 
     def _record(self, groups: list[Group], step: int) -> tuple[RecordReport, Retired]:
         """Store and retire, and what follows for new questions."""
+        if self.parts.recent:
+            self.parts.recent.record(groups)
         report = self.parts.experience.record(
             groups,
             step=step,

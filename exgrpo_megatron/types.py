@@ -64,7 +64,6 @@ class Trajectory:
     logprobs: Logprobs
     """Log-probs under the policy that wrote the response (the denominators of the ratio)."""
     reward: float
-    """Above 0: correct."""
     replayed: bool
     stop_reason: StopReason
     policy_version: int
@@ -72,6 +71,13 @@ class Trajectory:
     """What the rollout engine said of a new response whose `logprobs` the policy recomputed; None for any other."""
     serial: int = -1
     """Of a replayed one: that of the stored answer."""
+    passed: bool | None = None
+    """Whether the verifier counts it as correct; None: it does where the reward is above 0."""
+
+    @property
+    def correct(self) -> bool:
+        """Whether it counts in k, may be stored, and helps to retire its question."""
+        return self.reward > 0 if self.passed is None else self.passed
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,11 @@ class Group:
     @property
     def num_correct(self) -> int:
         """k, the replayed member included."""
-        return sum(member.reward > 0 for member in self.trajectories)
+        return sum(member.correct for member in self.trajectories)
+
+    def solved(self, above: float | None) -> bool:
+        """Whether every member is correct, and its reward above `above` if that is given."""
+        return all(member.correct and (above is None or member.reward > above) for member in self.trajectories)
 
     @property
     def replayed(self) -> bool:

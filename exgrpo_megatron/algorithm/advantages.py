@@ -31,3 +31,10 @@ def group_advantages(
     # Equal rewards may differ from their own rounded mean by an ulp, which the division would blow up to order 1.
     all_equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     return torch.where(all_equal, torch.zeros_like(advantages), advantages)
+
+
+def informative_scale(rewards: Float[Tensor, "groups members"]) -> float:
+    """Groups over groups whose rewards differ: alpha = B / (B - M) of GPG (arXiv:2504.02546), M of B groups having no
+    advantage. 1 where no group has one, as there is nothing to scale."""
+    differing = int((rewards.amax(dim=1) > rewards.amin(dim=1)).sum())
+    return len(rewards) / differing if differing else 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exgrpo_kernels.reference import Objective
-from exgrpo_megatron.algorithm.advantages import group_advantages
+from exgrpo_megatron.algorithm.advantages import group_advantages, informative_scale
 from exgrpo_megatron.algorithm.importance import correction
 from exgrpo_megatron.algorithm.length_penalty import length_penalty
 from exgrpo_megatron.config import Config, LossConfig
@@ -32,25 +32,30 @@ def minibatches(
     return [[groups[i] for i in order[start : start + size]] for order in orders for start in starts]
 
 
-def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: int) -> list[TrainSequence]:
+def train_sequences(
+    groups: list[Group], config: Config, *, data_parallel_size: int, off_policy: bool = False
+) -> list[TrainSequence]:
     """The sequences of one optimiser step, in the order of the groups and their members.
 
     `groups` is the global minibatch, that of all ranks together: the counts by which the loss is divided are taken
     here, once, so that how the sequences are spread over ranks and micro-batches cannot change the loss. Answers that
     `grpo.overlong_filtering` leaves out are among those a reward is compared with, and in none of these counts.
 
+    `off_policy`: the groups are of replayed answers alone (`repo`), with `repo.weight` and without entropy bonus.
+
     Raises:
-        ValueError: groups of different sizes.
+        ValueError: groups of different sizes, unless they are off-policy.
     """
     members = [(group.question, member) for group in groups for member in group.trajectories]
     trained = [
         (question, member, advantage)
-        for (question, member), advantage in zip(members, _advantages(groups, config), strict=True)
+        for (question, member), advantage in zip(members, _advantages(groups, config, off_policy), strict=True)
         if not (config.grpo.overlong_filtering and member.stop_reason == "length")
     ]
     num_sequences = len(trained)
     num_tokens = sum(len(member.token_ids) for _, member, _ in trained)
-    entropy_weight = _entropy_weight(config.loss_fn, num_tokens)
+    entropy_weight = 0.0 if off_policy else _entropy_weight(config.loss_fn, num_tokens)
+    weight = config.repo.weight if off_policy else 1.0
     width = config.policy.generation.max_new_tokens
     return [
         TrainSequence(
@@ -59,8 +64,8 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
             old_logprobs=member.logprobs,
             advantage=advantage,
             replayed=member.replayed,
-            policy_weight=1.0
-            / _divisor(config.loss_fn, len(member.token_ids), num_sequences, width, data_parallel_size),
+            policy_weight=weight
+            / _divisor(config.loss_fn, len(member.token_ids), num_sequences, num_tokens, width, data_parallel_size),
             entropy_weight=entropy_weight,
             token_weights=_token_weights(member, config.loss_fn),
             stored=AnswerName(question.id, member.serial) if member.serial >= 0 else None,
@@ -70,14 +75,16 @@ def train_sequences(groups: list[Group], config: Config, *, data_parallel_size: 
 
 
 def objective(config: Config, *, mixed: bool) -> Objective:
-    """The per-token objective of a step; `mixed`: replay is on."""
-    loss = config.loss_fn
+    """The per-token objective of a step; `mixed`: replay is on. A step with demonstrations is always mixed."""
+    loss, shown = config.loss_fn, config.demonstrations
+    shaping = "ratio" if shown.enabled else "clip" if config.repo.enabled else config.experience.shaping
     return Objective(
-        clip=bool(loss.clip_in_mixed_phase) if mixed else True,
+        kind="nll" if loss.disable_ppo_ratio else "ratio",
+        clip=bool(loss.clip_in_mixed_phase) if mixed or shown.enabled else True,
         clip_min=loss.ratio_clip_min,
         clip_max=loss.ratio_clip_max,
-        shaping=config.experience.shaping,
-        shaping_beta=config.experience.shaping_beta,
+        shaping=shaping,
+        shaping_beta=shown.gamma if shown.enabled else config.experience.shaping_beta,
         max_abs_log_ratio=loss.max_abs_log_ratio,
     )
 
@@ -105,29 +112,38 @@ def _token_weights(member: Trajectory, loss: LossConfig) -> Logprobs | None:
     return None if found is None else found.weights
 
 
-def _advantages(groups: list[Group], config: Config) -> list[float]:
+def _advantages(groups: list[Group], config: Config, off_policy: bool) -> list[float]:
     sizes = {group.size for group in groups}
+    if len(sizes) > 1 and off_policy:
+        return [advantage for group in groups for advantage in _advantages([group], config, off_policy)]
     if len(sizes) > 1:
         raise ValueError(f"groups of one optimiser step must be of one size, found {sorted(sizes)}")
     rewards = [
         [member.reward - length_penalty(len(member.token_ids), config) for member in group.trajectories]
         for group in groups
     ]
+    given = torch.tensor(rewards, dtype=torch.float64)
     advantages = group_advantages(
-        torch.tensor(rewards, dtype=torch.float64),
+        given,
         normalize=config.grpo.normalize_rewards,
         leave_one_out=config.grpo.use_leave_one_out_baseline,
     )
+    if config.grpo.scale_by_informative_groups and not off_policy:
+        advantages = advantages * informative_scale(given)
     return advantages.flatten().tolist()
 
 
-def _divisor(loss: LossConfig, length: int, num_sequences: int, width: int, data_parallel_size: int) -> int:
+def _divisor(
+    loss: LossConfig, length: int, num_sequences: int, num_tokens: int, width: int, data_parallel_size: int
+) -> int:
     """What a response token's policy term is divided by (`loss_fn.normalizer`)."""
     match loss.normalizer:
         case "global_width":
             return width * num_sequences
         case "per_answer_length":
             return max(1, length) * num_sequences
+        case "global_tokens":
+            return max(1, num_tokens)
         case "rank_width":
             return width * data_parallel_size
     raise AssertionError(f"loss_fn.normalizer is unresolved: {loss.normalizer}")

@@ -16,12 +16,14 @@ def stored_sequences(slots: Sequence[Slot], pass_rates: Sequence[float], config:
     """The sequences of one replay step: all of it, that of all ranks together.
 
     Each response token of an answer y of question q adds -(1 - pass rate of q) g(w) / (longest response x answers) to
-    the loss, or / (its own length x answers), see `loss_fn.normalizer`. There is no entropy bonus.
+    the loss, or / (its own length x answers), or / (tokens of all answers), see `loss_fn.normalizer`. There is no
+    entropy bonus.
 
     Args:
         pass_rates: the running pass rate of each slot's question.
     """
     step, width = config.experience.replay_step, config.policy.generation.max_new_tokens
+    num_tokens = sum(len(slot.stored.token_ids) for slot in slots if slot.stored)
     sequences = []
     for slot, pass_rate in zip(slots, pass_rates, strict=True):
         answer = slot.stored
@@ -33,7 +35,7 @@ def stored_sequences(slots: Sequence[Slot], pass_rates: Sequence[float], config:
                 old_logprobs=answer.logprobs,
                 advantage=1.0 - pass_rate if step.weight == "one_minus_pass_rate" else 1.0,
                 replayed=True,
-                policy_weight=1.0 / (_length(config.loss_fn, len(answer.token_ids), width) * len(slots)),
+                policy_weight=1.0 / _divisor(config.loss_fn, len(answer.token_ids), width, len(slots), num_tokens),
                 entropy_weight=0.0,
                 stored=AnswerName(slot.question.id, answer.serial) if answer.serial >= 0 else None,
             )
@@ -77,11 +79,13 @@ def pushes(terms: LossTerms, step: ReplayStepConfig, max_abs_log_ratio: float) -
     return np.where(inside, push, 0.0)
 
 
-def _length(loss: LossConfig, length: int, width: int) -> int:
-    """What a token's term is divided by, beside the number of answers."""
+def _divisor(loss: LossConfig, length: int, width: int, num_answers: int, num_tokens: int) -> int:
+    """What a token's term is divided by."""
     match loss.normalizer:
         case "global_width":
-            return width
+            return width * num_answers
         case "per_answer_length":
-            return max(1, length)
+            return max(1, length) * num_answers
+        case "global_tokens":
+            return max(1, num_tokens)
     raise AssertionError(f"loss_fn.normalizer = {loss.normalizer!r} is refused with replay steps")

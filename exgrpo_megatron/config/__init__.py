@@ -10,6 +10,7 @@ from __future__ import annotations
 from exgrpo_megatron.config.alarms import AlarmsConfig
 from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
+from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
 from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
 from exgrpo_megatron.config.megatron import (
@@ -38,6 +39,7 @@ from exgrpo_megatron.config.policy import (
     TokenizerConfig,
 )
 from exgrpo_megatron.config.replay_step import ReplayStepConfig
+from exgrpo_megatron.config.repo import RepoChoice, RepoConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE, AgreementConfig, GenerationConfig, VllmConfig
 from exgrpo_megatron.config.run import (
     CheckpointConfig,
@@ -76,6 +78,7 @@ __all__ = [
     "Count",
     "DataConfig",
     "DataSourceConfig",
+    "DemonstrationsConfig",
     "Difficulty",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
@@ -103,6 +106,8 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "ReplayStepConfig",
+    "RepoChoice",
+    "RepoConfig",
     "ReturnRetiredConfig",
     "RewardShapingConfig",
     "SFTConfig",

@@ -123,6 +123,11 @@ class ExperienceConfig(Section):
         "new ones too, of which a batch and 20 always stay; never: it stays everywhere, in bucket K - 1, and its "
         "answers are stored; null: as the variant says, but never with strategy replay_step",
     )
+    solved_above: float | None = key(
+        None,
+        "a question is solved, and retired, when every reward of its group is above this, and else stays in bucket "
+        "K - 1 (env.reward_function only); null: when every answer is correct",
+    )
     return_retired: ReturnRetiredConfig | None = key(None, "bring retired questions back; null: retired for good")
     unused_fresh: Literal["keep", "discard"] | None = key(
         None, "new questions displaced by replayed ones: keep in line, or throw away; null: as the variant says"
@@ -178,6 +183,14 @@ class ExperienceConfig(Section):
     def _some_are_retired(self) -> ExperienceConfig:
         if self.return_retired is not None and self.retire_from == "never":
             raise ValueError("return_retired is set, but retire_from = 'never' retires nothing: set one of them back")
+        return self
+
+    @model_validator(mode="after")
+    def _solved_means_retired(self) -> ExperienceConfig:
+        if self.solved_above is not None and self.retire_from == "never":
+            raise ValueError(
+                f"solved_above = {self.solved_above}, but retire_from = 'never' retires nothing: set one of them back"
+            )
         return self
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from exgrpo_megatron.config.section import (
 )
 
 VariantName = Literal["corrected", "paper", "code"]
-Normalizer = Literal["global_width", "per_answer_length", "rank_width"]
+Normalizer = Literal["global_width", "per_answer_length", "global_tokens", "rank_width"]
 EntropyBonus = Literal["global_mean", "per_micro_batch", "none"]
 VARIANTS: dict[str, dict[VariantName, Any]] = {
     "experience.bucket_weight": {"paper": "accuracy", "code": "counts", "corrected": "counts"},
@@ -83,6 +83,11 @@ class GRPOConfig(Section):
     val_at_start: bool = key(True, "evaluate before the first step")
     normalize_rewards: bool = key(False, "divide advantages by the group's (unbiased) standard deviation")
     use_leave_one_out_baseline: bool = key(False, "baseline of a member is the mean of the others in its group")
+    scale_by_informative_groups: bool = key(
+        False,
+        "multiply advantages by the groups of the optimiser step over those whose rewards differ (GPG): groups without "
+        "an advantage do not weaken the others",
+    )
     overlong_filtering: bool = key(
         False, "leave truncated answers out of the loss and its divisors, and do not store them for replay"
     )
@@ -92,13 +97,18 @@ class GRPOConfig(Section):
 class LossConfig(Section):
     """The per-token objective."""
 
+    disable_ppo_ratio: bool = key(
+        False,
+        "true: -advantage x log-prob, without ratio, clip or shaping (GPG, REINFORCE); on-policy only",
+    )
     ratio_clip_min: Annotated[float, Field(gt=0, lt=1)] = key(0.2, "PPO clip below: ratios under 1 - this")
     ratio_clip_max: PositiveFloat = key(0.2, "PPO clip above: ratios over 1 + this")
     clip_in_mixed_phase: bool | None = key(None, "clip new tokens also while replay is on; null: as the variant says")
     normalizer: Normalizer | None = key(
         None,
         "global_width: / (max_new_tokens x sequences of the optimiser step); per_answer_length: mean over answers of "
-        "their token mean; rank_width: / (max_new_tokens x data-parallel ranks), the released code's; "
+        "their token mean; global_tokens: mean over all tokens of the optimiser step; rank_width: / (max_new_tokens x "
+        "data-parallel ranks), the released code's; "
         "null: as the variant says",
     )
     entropy_coeff: NonNegativeFloat = key(0.001, "weight of the entropy bonus (nats)")
@@ -149,6 +159,16 @@ class LossConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _ratio_keys_have_a_ratio(self) -> LossConfig:
+        for name in _RATIO_KEYS if self.disable_ppo_ratio else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} has no effect with disable_ppo_ratio = true: set one of them "
+                    "back"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _limits_fit(self) -> LossConfig:
         kind, level = self.truncated_importance_sampling_type, self.rollout_is
         highest, lowest = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
@@ -176,6 +196,7 @@ class LossConfig(Section):
         return self
 
 
+_RATIO_KEYS = ("ratio_clip_min", "ratio_clip_max")
 _CORRECTION_KEYS = (
     "rollout_is",
     "truncated_importance_sampling_type",

@@ -59,6 +59,12 @@ class PolicyConfig(Section):
         "Hugging Face model folder, or a model made on the spot: embedded:chain-qwen2 (0.4M) or embedded:symbols-qwen2",
         "path",
     )
+    init_from: Name | None = key(
+        None,
+        "checkpoint of another run of the same model (runs/NAME/checkpoints/step_N): a new run begins with its weights "
+        "in place of model_name's; its experience: experience.prefill_path = that folder's experience; null: none",
+        "path",
+    )
     tokenizer: TokenizerConfig = key(TokenizerConfig(), "tokenizer")
     train_global_batch_size: PositiveInt = key(256, "sequences of one optimiser step", "sequences")
     train_micro_batch_size: PositiveInt | None = key(

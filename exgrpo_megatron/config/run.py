@@ -79,6 +79,46 @@ class EnvConfig(Section):
     """Where rewards come from."""
 
     math: MathEnvConfig = key(MathEnvConfig(), "mathematical answers")
+    reward_function: Name | None = key(
+        None,
+        "package.module:function of your own in place of Math-Verify, called with the texts question, response and "
+        "answer and giving a number, in worker processes as that is; of env.math apply num_workers, timeout_s, "
+        "cache_size and all_zero_alarm_steps (docs/rewards.md)",
+    )
+    correct_above: float = key(
+        0.0, "an answer whose reward is above this counts as correct: in k, pass rates, storing and retiring"
+    )
+    worker_memory_mib: Annotated[int, Field(ge=256)] = key(
+        1024, "address space of one worker of reward_function, which makes room at half of it", "MiB"
+    )
+
+    @field_validator("reward_function")
+    @classmethod
+    def _names_a_function(cls, value: str | None) -> str | None:
+        if value is not None and not _FUNCTION.fullmatch(value):
+            raise ValueError(f"{value!r} is not package.module:function")
+        return value
+
+    @model_validator(mode="after")
+    def _keys_of_one_verifier(self) -> EnvConfig:
+        function = self.reward_function
+        checked = (
+            [(name, self, type(self)) for name in ("correct_above", "worker_memory_mib")]
+            if function is None
+            else [(name, self.math, MathEnvConfig) for name in MathEnvConfig.model_fields if name not in _FOR_BOTH]
+        )
+        for name, section, kind in checked:
+            if getattr(section, name) != kind.model_fields[name].default:
+                prefix = "" if function is None else "math."
+                raise ValueError(
+                    f"{prefix}{name} = {getattr(section, name)!r} has no effect with reward_function = {function!r}: "
+                    "set one of them back"
+                )
+        return self
+
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FOR_BOTH = ("num_workers", "timeout_s", "cache_size", "all_zero_alarm_steps")
 
 
 class EvalConfig(Section):
@@ -105,8 +145,8 @@ class CheckpointConfig(Section):
     metric_name: str = key(
         "validation/pass_rate_greedy",
         "the checkpoint best in this is kept too: validation/pass_rate_t1 or validation/pass_rate_greedy, of one "
-        "category with /<category> behind it, validation/response_length, or validation/truncated; without "
-        "data.validation no checkpoint is the best",
+        "category with /<category> behind it, validation/reward_t1 or validation/reward_greedy (env.reward_function), "
+        "validation/response_length, or validation/truncated; without data.validation no checkpoint is the best",
     )
     higher_is_better: bool = key(True, "direction of metric_name")
     export_hf: bool = key(True, "write <logger.log_dir>/hf at the end, checked against the trainer")
@@ -119,7 +159,9 @@ class CheckpointConfig(Section):
         return value
 
 
-_VALIDATION_METRIC = re.compile(r"validation/(pass_rate_(t1|greedy)(/.+)?|response_length|truncated)")
+_VALIDATION_METRIC = re.compile(
+    r"validation/(pass_rate_(t1|greedy)(/.+)?|reward_(t1|greedy)|response_length|truncated)"
+)
 
 
 class LoggerConfig(Section):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import model_validator
 
 from exgrpo_megatron.config.data import DataConfig
+from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.experience import ExperienceConfig
 from exgrpo_megatron.config.objective import (
     VARIANTS,
@@ -16,6 +18,7 @@ from exgrpo_megatron.config.objective import (
     whole_share,
 )
 from exgrpo_megatron.config.policy import PolicyConfig
+from exgrpo_megatron.config.repo import RepoConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE
 from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, LoggerConfig, SFTConfig
 from exgrpo_megatron.config.section import Section, key
@@ -29,6 +32,8 @@ class Config(Section):
     grpo: GRPOConfig = key(GRPOConfig(), "steps and groups")
     loss_fn: LossConfig = key(LossConfig(), "objective")
     experience: ExperienceConfig = key(ExperienceConfig(), "experience replay")
+    demonstrations: DemonstrationsConfig = key(DemonstrationsConfig(), "worked solutions as members of groups")
+    repo: RepoConfig = key(RepoConfig(), "replay without management (RePO)")
     data: DataConfig = key(..., "questions")
     policy: PolicyConfig = key(..., "the model")
     sft: SFTConfig = key(SFTConfig(), "supervised fine-tuning")
@@ -65,6 +70,22 @@ class Config(Section):
                 f"grpo.reward_shaping: max_response_length - overlong_buffer_length = {self.penalised_at} - {buffer} = "
                 f"{begins} must be from 0 to below policy.generation.max_new_tokens = {longest}: the penalty begins "
                 "after that many tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_source_of_off_policy_answers(self) -> Config:
+        sources: dict[str, DemonstrationsConfig | RepoConfig | ExperienceConfig]
+        sources = {"demonstrations": self.demonstrations, "repo": self.repo, "experience": self.experience}
+        given = [f"{name}.enabled = true" for name, section in sources.items() if section.enabled]
+        if len(given) > 1:
+            raise ValueError(
+                f"{' and '.join(given)}: off-policy answers come from one of them; set the others to false"
+            )
+        if given and self.loss_fn.disable_ppo_ratio:
+            raise ValueError(
+                f"loss_fn.disable_ppo_ratio = true, but {given[0]}: off-policy answers need their ratio; set one of "
+                "them to false (experience.shaping = 'log_prob' takes it from replayed answers alone)"
             )
         return self
 
@@ -112,12 +133,41 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _solved_is_more_than_correct(self) -> Config:
+        above = self.experience.solved_above
+        if above is not None and self.env.reward_function is None:
+            raise ValueError(
+                f"experience.solved_above = {above} has no effect without env.reward_function: other rewards are 0 or "
+                "1; set it to null"
+            )
+        if above is not None and above <= self.env.correct_above:
+            raise ValueError(
+                f"experience.solved_above = {above} is not above env.correct_above = {self.env.correct_above}, and has "
+                "no effect: solved questions have correct answers only; raise it, or set it to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_beginning(self) -> Config:
+        if self.policy.init_from is not None and self.sft.warm_start:
+            raise ValueError(
+                f"policy.init_from = {self.policy.init_from!r}, but sft.warm_start = true: the weights of one would "
+                "be lost; set policy.init_from to null, or sft.warm_start to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _best_metric_is_measured(self) -> Config:
         name = self.checkpointing.metric_name
-        if self.data.validation and not self.eval.greedy and name.startswith("validation/pass_rate_greedy"):
+        if self.data.validation and not self.eval.greedy and re.match(r"validation/(pass_rate|reward)_greedy", name):
             raise ValueError(
                 f"eval.greedy = false, but checkpointing.metric_name = {name!r} is measured by greedy decoding: set "
                 f"checkpointing.metric_name to {name.replace('greedy', 't1', 1)!r}, or eval.greedy = true"
+            )
+        if name.startswith("validation/reward_") and self.env.reward_function is None:
+            raise ValueError(
+                f"checkpointing.metric_name = {name!r} is measured with env.reward_function alone: set it to "
+                f"{name.replace('reward', 'pass_rate', 1)!r}"
             )
         return self
 

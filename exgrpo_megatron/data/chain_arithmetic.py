@@ -8,6 +8,7 @@ a held-out question, by a hash of its text, so that the two sets share none what
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -73,9 +74,32 @@ def guess(rng: random.Random, chain: Chain) -> str:
     return boxed(max(0, int(chain.answer) + offset))
 
 
+def worked(text: str) -> str:
+    """The worked solution of a question such as "7+5-3"."""
+    total, lines = int(_TERM.match(text).group()), []  # type: ignore[union-attr]
+    for term in _SIGNED_TERM.findall(text):
+        result = total + int(term)
+        lines.append(f"{total}{term}={result}")
+        total = result
+    return "\n".join([*lines, boxed(total)])
+
+
+def partial_credit(*, question: str, response: str, answer: str) -> float:
+    """A reward between 0 and 1 (`env.reward_function`): half for the right box at the end, half for the working, in
+    proportion to its lines that are right before the first that is not."""
+    given, wanted = response.split("\n"), worked(question).split("\n")[:-1]
+    right = [line == expected for line, expected in zip(given, wanted, strict=False)]
+    num_right = (*right, False).index(False)
+    return 0.5 * (given[-1] == f"\\boxed{{{answer}}}") + 0.5 * num_right / len(wanted)
+
+
 def boxed(number: int) -> str:
     """The number as a final answer."""
     return f"\\boxed{{{number}}}"
+
+
+_TERM = re.compile(r"\d+")
+_SIGNED_TERM = re.compile(r"[+-]\d+")
 
 
 def _operand(rng: random.Random) -> int:

@@ -30,6 +30,9 @@ class EmbeddedTask:
     """A random training question with a solution to learn, which shows its working in the given share of cases and
     is a bare guess in the others."""
 
+    worked: Callable[[str], str] | None = None
+    """The worked solution of a question, where its text is all that is needed."""
+
 
 def task_of(source: DataSourceConfig) -> EmbeddedTask:
     """The task of a section that has a generator."""
@@ -68,6 +71,6 @@ def _symbol_solution(rng: random.Random, source: DataSourceConfig, worked_share:
 
 
 TASKS = {
-    "chain_arithmetic": EmbeddedTask(_chains, _chain_solution),
+    "chain_arithmetic": EmbeddedTask(_chains, _chain_solution, chain_arithmetic.worked),
     "unknown_symbols": EmbeddedTask(_symbols, _symbol_solution),
 }

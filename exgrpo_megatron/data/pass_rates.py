@@ -55,12 +55,12 @@ class PassRate:
 
 
 def measured(answers: Iterable[Mapping[str, object]]) -> list[PassRate]:
-    """Pass rates of graded answers (`question_id`, `category`, `reward`), in the order of their questions."""
+    """Pass rates of graded answers (`question_id`, `category`, `status`), in the order of their questions."""
     rights: dict[str, list[bool]] = {}
     categories: dict[str, str | None] = {}
     for row in answers:
         name, category = str(row["question_id"]), row["category"]
-        rights.setdefault(name, []).append(float(row["reward"]) > 0)  # type: ignore[arg-type]
+        rights.setdefault(name, []).append(row["status"] == "correct")
         categories[name] = None if category is None else str(category)
     return [PassRate(name, sum(right), len(right), categories[name]) for name, right in rights.items()]
 

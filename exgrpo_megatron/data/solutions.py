@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from exgrpo_megatron.config import DataSourceConfig
 from exgrpo_megatron.data.rows import Row, read_rows
 from exgrpo_megatron.errors import ConfigError, DataError
+from exgrpo_megatron.rewards.rules import boxed_answer
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,16 @@ def read_solutions(source: DataSourceConfig, key: str) -> Iterator[Solution]:
     path, column = solution_column(source, key)
     for row in read_rows(path, [source.question_key, column], f"{key}.path"):
         yield Solution(row.text(source.question_key), _text(row, column, source.solution_remove))
+
+
+def closed_solutions(source: DataSourceConfig, solution: str, gold: str, endings: Sequence[str]) -> list[str]:
+    """The responses that a solution makes: itself if it has a box, else once with each of `endings`, in which {answer}
+    stands for the gold answer. Where one column has both, what stands before `answer_marker` is the solution."""
+    marker = source.answer_marker if source.solution_key == source.answer_key else None
+    working = (solution.rpartition(marker)[0] if marker else solution).strip()
+    if boxed_answer(working) is not None:
+        return [working]
+    return [f"{working}\n{ending.replace('{answer}', gold)}".lstrip() for ending in endings]
 
 
 def _text(row: Row, column: str, remove: str | None) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +10,18 @@ from numpy.typing import NDArray
 
 from exgrpo_megatron.comm import Communicator, all_gather_union, together
 from exgrpo_megatron.config import BucketWeight, ExperienceConfig
+from exgrpo_megatron.experience import persistence
 from exgrpo_megatron.experience.categories import NO_CATEGORIES, Categories
 from exgrpo_megatron.experience.changes import Change, Kept, changes_of
-from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, answers_file, write_answers, write_summary
 from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.keeper import Keeper, delete_left_over
 from exgrpo_megatron.experience.question_draw import Pool, Range, draw_questions
 from exgrpo_megatron.experience.question_stats import QuestionStats, StatsKept
 from exgrpo_megatron.experience.reports import MergeReport, RecordReport
-from exgrpo_megatron.experience.restore import Restored, check_agreement, restore
 from exgrpo_megatron.experience.selection import within
-from exgrpo_megatron.experience.snapshot import AnswersSnapshot, CheckpointSnapshot
+from exgrpo_megatron.experience.snapshot import CheckpointSnapshot
 from exgrpo_megatron.experience.state import BufferState
-from exgrpo_megatron.experience.stats_file import STATS_FILE, StatsSnapshot, read_stats
 from exgrpo_megatron.types import Group, StoredAnswer, TokenIds
-
-logger = logging.getLogger(__name__)
 
 
 class ExperienceBuffer:
@@ -295,6 +289,7 @@ class ExperienceBuffer:
             collect=collect,
             truncated=truncated,
             retire=self._config.retire_from != "never",
+            solved_above=self._config.solved_above,
         )
         serials = self._state.take_serials([len(change.answers) for change in changes])
         with together(self._comm):
@@ -317,7 +312,6 @@ class ExperienceBuffer:
         Their answers were forgotten when they retired. To be called alike on every process."""
         for question_id in question_ids:
             self._state.index.bring_back(question_id)
-            self._state.events.append(Event(question_id, "returned"))
 
     def take_events(self) -> list[Event]:
         """What became of questions since the last `record`, or the last call; `record` reports what nobody took."""
@@ -339,14 +333,7 @@ class ExperienceBuffer:
         Raises:
             OSError, CheckpointError: on every process, where one cannot write, or read what is stored.
         """
-        with together(self._comm):
-            folder.mkdir(parents=True, exist_ok=True)
-            if self._state.owner.keeps:
-                write_answers(
-                    folder / answers_file(self._comm.rank, self._comm.size), self._state.rows(), self._state.group_size
-                )
-            if self._comm.is_main:
-                write_summary(folder / SUMMARY_FILE, self._state.summary())
+        persistence.save(self._state, folder)
 
     def snapshot(self) -> CheckpointSnapshot:
         """This process's part of the buffer as it is now, to be saved while the buffer changes; collective.
@@ -356,17 +343,7 @@ class ExperienceBuffer:
         Raises:
             CheckpointError: there are such, and `experience.on_corruption` is `refuse`; on every process.
         """
-        with together(self._comm):
-            lost = self._state.keeper.missing(self._state.index.ids)
-        self._state.lose(all_gather_union(self._comm, dict(lost)))
-        return CheckpointSnapshot(
-            group_size=self._state.group_size,
-            rank=self._comm.rank,
-            num_ranks=self._comm.size,
-            summary=self._state.summary() if self._comm.is_main else None,
-            answers=AnswersSnapshot(self._state.keeper.store, self._state.index) if self._state.owner.keeps else None,
-            stats=StatsSnapshot(self.stats) if self._comm.is_main else None,
-        )
+        return persistence.snapshot(self._state)
 
     def load(self, folder: Path) -> None:
         """Become the buffer that was saved, on whatever number of ranks, with the same future draws; collective.
@@ -375,20 +352,7 @@ class ExperienceBuffer:
             CheckpointError: a file is missing, damaged or disagrees with another; names the file and the row. It is
                 raised on every process, and nothing is changed.
         """
-        restored, saved = self._restored(folder, whole=True)
-        assert saved is not None
-        summary, stats = saved
-        self._state.keeper.become(restored.store)
-        self._state.index, self._state.stats = restored.index, stats
-        self._state.next_serial = max(restored.next_serial, summary.next_serial)
-        self._state.num_damaged = summary.num_damaged
-        self._state.refresh_entropies([name for name, _ in restored.index.items()])
-        self._state.lose(all_gather_union(self._comm, dict(restored.lost)))
-        self._state.rebucket()
-        evicted = self._state.hold_question_cap()
-        self._state.count_bytes()
-        if evicted and self._comm.is_main:
-            logger.warning("%s: %d answers beyond experience.max_answers_per_question are evicted", folder, evicted)
+        persistence.load(self._state, folder)
 
     def merge_file(self, path: Path) -> MergeReport:
         """Add the answers of another run (its experience folder, or the one Parquet file that has them); collective.
@@ -400,30 +364,7 @@ class ExperienceBuffer:
             CheckpointError: a file is missing, damaged or for another group size; names the file and the row. It is
                 raised on every process, and nothing is changed.
         """
-        theirs, _ = self._restored(path, whole=False)
-        lost = all_gather_union(self._comm, dict(theirs.lost))
-        questions = list(theirs.index.items())
-        serials = self._state.take_serials([theirs.index.num_answers(name) for name, _ in questions])
-        try:
-            with together(self._comm):
-                mine = {
-                    name: self._state.keep(name, _at_step_0(theirs, name), serial)
-                    for (name, _), serial in zip(questions, serials, strict=True)
-                    if self._state.owner.owns(name) and not self.is_retired(name)
-                }
-                self._state.keeper.tidy()
-        finally:
-            theirs.store.close()
-        kept = all_gather_union(self._comm, mine)
-        report = MergeReport(damaged=sum(lost.values()))
-        for name, bucket in questions:
-            num_answers = theirs.index.num_answers(name) - lost.get(name, 0)
-            self._state.enter(name, bucket, num_answers, kept.get(name), report)
-        evicted = [event for events in self._state.hold_caps() for event in events]
-        report.evicted += len(evicted)
-        self._state.events += evicted
-        self._state.refresh_entropies(name for name, _ in questions)
-        return report
+        return persistence.merge_file(self._state, path)
 
     def close(self) -> None:
         """Delete what this process has on disk; the buffer cannot be used any more."""
@@ -433,25 +374,3 @@ class ExperienceBuffer:
         if change.solved:
             return self._state.forget(change.question_id)
         return self._state.keep(change.question_id, change.answers, serial)
-
-    def _restored(self, path: Path, *, whole: bool) -> tuple[Restored, tuple[Summary, QuestionStats] | None]:
-        """What was saved, in a store of its own; `whole`: with its summary, checked against that, and statistics."""
-        state, store = self._state, self._state.keeper.another()
-        try:
-            with together(self._comm):
-                restored = restore(path, state.new_index(), state.owner, store, self._config.on_corruption)
-                saved = self._summary_and_stats(path, restored) if whole else None
-        except Exception:
-            store.close()
-            raise
-        return restored, saved
-
-    def _summary_and_stats(self, folder: Path, restored: Restored) -> tuple[Summary, QuestionStats]:
-        summary = check_agreement(folder, restored)
-        say = self._comm.is_main
-        return summary, read_stats(folder / STATS_FILE, self.stats.kept, restored.index, say=say)
-
-
-def _at_step_0(restored: Restored, question_id: str) -> list[StoredAnswer]:
-    answers = restored.store.get(restored.index.row(question_id))
-    return [replace(answer, step=0) for answer in answers]

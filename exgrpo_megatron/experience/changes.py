@@ -47,6 +47,7 @@ def changes_of(
     collect: bool,
     truncated: bool,
     retire: bool = True,
+    solved_above: float | None = None,
 ) -> tuple[list[Change], RecordReport]:
     """The changes, in the order of the groups, and the part of the report that needs no stored answers."""
     report, changes = RecordReport(), []
@@ -57,7 +58,7 @@ def changes_of(
             report.already_retired += 1
         elif num_correct == 0:
             report.unsolved += 1
-        elif num_correct == group.size and retire:
+        elif retire and group.solved(solved_above):
             solved.add(question_id)
             report.retired.append(question_id)
             report.events.append(Event(question_id, "retired"))
@@ -73,7 +74,7 @@ def _sound_answers(
 ) -> tuple[StoredAnswer, ...]:
     """The group's new correct answers that can be replayed; counts the others."""
     question_id = group.question.id
-    correct = [member for member in group.trajectories if member.reward > 0 and not member.replayed]
+    correct = [member for member in group.trajectories if member.correct and not member.replayed]
     if not collect:
         report.not_collected += len(correct)
         report.events += left_out(question_id, len(correct), "not_collected")

@@ -74,7 +74,7 @@ class QuestionStats:
         """Take in a rewarded group of the question."""
         self.reach(row)
         columns, kept = self._columns, self.kept
-        results = [member.reward > 0 for member in group.trajectories if not member.replayed]
+        results = [member.correct for member in group.trajectories if not member.replayed]
         columns["last_step"][row] = step
         columns["attempts"][row] += len(results)
         if kept.pass_rate_decay is not None and results:

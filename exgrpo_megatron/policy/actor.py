@@ -204,6 +204,14 @@ class MegatronActor:
         """
         self.version = checkpoint.load(folder, self._checkpointed())
 
+    def begin_with(self, folder: Path) -> None:
+        """Take over the weights of what another run saved, as the beginning of a new one; collective over all ranks.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        checkpoint.load_model(folder, self._checkpointed())
+
     def _checkpointed(self) -> checkpoint.Checkpointed:
         return checkpoint.Checkpointed(
             architecture=self.architecture,

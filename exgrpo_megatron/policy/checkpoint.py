@@ -128,6 +128,22 @@ def load(folder: Path, state: Checkpointed) -> int:
     return about["version"]
 
 
+def load_model(folder: Path, state: Checkpointed) -> None:
+    """The weights alone, for a new run; the optimizer's state is that of a new one. Collective over all ranks.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    with reading(folder):
+        about = dist_checkpointing.load_common_state_dict(str(folder)).get("about", {})
+        _refuse_other(folder, about, state)
+        wanted = {f"model{number}": sharded_weights(chunk) for number, chunk in enumerate(state.chunks)}
+        loaded = dist_checkpointing.load(wanted, str(folder))
+    for number, chunk in enumerate(state.chunks):
+        load_weights(chunk, loaded[f"model{number}"])
+    optimizer_state.forget(state.optimizer)
+
+
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
     """Around reading a checkpoint; raises CheckpointError where it is incomplete or damaged."""

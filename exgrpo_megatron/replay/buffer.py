@@ -136,7 +136,7 @@ class TrajectoryBuffer:
         members = [member for group in groups for member in group.trajectories]
         return AddReport(
             stored=report.stored,
-            wrong=sum(member.reward <= 0 and not member.replayed for member in members),
+            wrong=sum(not member.correct and not member.replayed for member in members),
             duplicates=report.duplicates,
             replayed=sum(member.replayed for member in members),
             evicted=report.evicted_of_answers + report.evicted_of_question,

@@ -96,8 +96,8 @@ def draw_entropy(report: EntropyReport, path: Path) -> None:
 def _band(name: str, band: Band, answers: Sequence[Mapping[str, object]], rates: Mapping[str, float]) -> BandEntropy:
     chosen = {question for question, rate in rates.items() if rate in band}
     rows = [row for row in answers if row["question_id"] in chosen]
-    right = [row for row in rows if float(row["reward"]) > 0]  # type: ignore[arg-type]
-    wrong = [row for row in rows if not float(row["reward"]) > 0]  # type: ignore[arg-type]
+    right = [row for row in rows if row["status"] == "correct"]
+    wrong = [row for row in rows if row["status"] != "correct"]
     by_question = [_question_means(part) for part in (right, wrong)]
     means = [mean_interval(list(values.values())) if values else None for values in by_question]
     return BandEntropy(

@@ -33,7 +33,7 @@ class RewardAlarm:
         """One warning text for each condition that holds after this step; a step without answers changes nothing."""
         if not verdicts:
             return []
-        any_reward = any(verdict.reward > 0 for verdict in verdicts)
+        any_reward = any(verdict.reward != 0 for verdict in verdicts)
         self._all_zero_steps = 0 if any_reward else self._all_zero_steps + 1
         counts = verdict_counts(verdicts)
         return [*self._all_zero(counts), *self._format(counts), *_failures(counts)]
@@ -72,7 +72,7 @@ def _failures(counts: dict[str, int]) -> list[str]:
     return [
         f"{failed} of {total} answers could not be graded and got 0: {_listed(counts, FAILURE_STATUSES)}. The machine "
         "is overloaded (raise env.math.timeout_s) or the model has learned to write expressions that cannot be "
-        "evaluated (set env.math.require_literal)."
+        "evaluated (set env.math.require_literal), or env.reward_function fails, and a warning says how."
     ]
 
 

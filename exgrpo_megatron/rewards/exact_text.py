@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from exgrpo_megatron.config import MathEnvConfig
 from exgrpo_megatron.rewards.rules import boxed, boxed_answer
-from exgrpo_megatron.rewards.verifier import Status, Verdict
+from exgrpo_megatron.rewards.verifier import Graded, Status, Verdict
 
 
 class ExactTextVerifier:
@@ -18,9 +18,9 @@ class ExactTextVerifier:
     def __init__(self, config: MathEnvConfig) -> None:
         self._max_boxed_chars = config.max_boxed_chars
 
-    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def grade(self, items: Sequence[Graded]) -> list[Verdict]:
         """The verdict on each (response text, gold answer), in order."""
-        statuses = [self._status(response, gold) for response, gold in items]
+        statuses = [self._status(response, gold) for response, gold, *_ in items]
         return [Verdict(reward=float(status == "correct"), status=status) for status in statuses]
 
     def check_gold(self, answers: Sequence[str]) -> list[int]:

@@ -1,6 +1,6 @@
 """Worker processes that grade one answer at a time and are killed when an answer takes too long.
 
-The workers are plain `python worker.py` children on pipes, not `multiprocessing`: a spawned process there imports
+The workers are plain `python PROGRAM` children on pipes, not `multiprocessing`: a spawned process there imports
 the parent's main module again (hence torch, in every worker), and leaves a resource-tracker process behind. Nothing
 of the parent but its environment reaches a worker, and nothing here uses threads or signals, so a pool may live in
 any thread. Results come back one by one and in order, hence a killed worker costs only the answer it was at.
@@ -21,35 +21,66 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from exgrpo_megatron.errors import UserError
 
-Outcome = Literal["correct", "wrong", "timeout", "error"]
+Outcome = float | Literal["timeout", "error"]
+"""The reward of an answer, or why there is none."""
 
 MEMORY_LIMIT_BYTES = 1 << 30
-"""Address space of one worker; a fresh one has 80 MB."""
+"""Address space of one worker; a fresh one of Math-Verify has 80 MB."""
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerProgram:
+    """What the workers of a pool run: `path` TIMEOUT_S MEMORY_BYTES and `arguments`.
+
+    It says `"ready"`, then answers each JSON line of its input by one line: a number (or true, false), or an object
+    whose `error` says why there is none.
+    """
+
+    path: Path
+    arguments: tuple[str, ...]
+    advice: str
+    """What to look at where it does not start."""
+
+    def command(self, timeout_s: float, memory_bytes: int) -> list[str]:
+        # -P: the folder of the program is not a place to import from.
+        start = [sys.executable, "-P", "-W", "ignore", str(self.path), repr(timeout_s), str(memory_bytes)]
+        return [*start, *self.arguments]
+
+
+MATH_VERIFY = WorkerProgram(
+    Path(__file__).with_name("worker.py"), (), f"Check the installation with: {sys.executable} -c 'import math_verify'"
+)
 
 
 class WorkerPool:
     """`num_workers` worker processes, started at once and replaced when they die. Not for two threads at a time."""
 
-    def __init__(self, num_workers: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self, num_workers: int, timeout_s: float, program: WorkerProgram = MATH_VERIFY, memory_bytes: int | None = None
+    ) -> None:
+        self._program, self._timeout_s = program, timeout_s
+        self._command = program.command(timeout_s, memory_bytes or MEMORY_LIMIT_BYTES)
+        self._told: set[str] = set()
         self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
         self._workers: list[_Worker] = []
         for _ in range(num_workers):
             self._start()
 
-    def run(self, requests: Sequence[tuple[str, str]]) -> list[Outcome]:
-        """The outcome of each (answer text, gold answer).
+    def run(self, requests: Sequence[tuple[str, ...]]) -> list[Outcome]:
+        """The outcome of each request, such as (answer text, gold answer).
 
-        `timeout`: the answer took longer than `timeout_s`. `error`: two workers in a row died over it (one death
-        may come from outside, so the answer gets a second try). Raises UserError where workers do not start.
+        `timeout`: the answer took longer than `timeout_s`. `error`: the program has no reward for it (logged), or two
+        workers in a row died over it (one death may come from outside, so the answer gets a second try). Raises
+        UserError where workers do not start.
         """
         if not self._workers:
             raise RuntimeError("the worker pool is closed")
@@ -62,6 +93,7 @@ class WorkerPool:
         finally:
             for worker in [worker for worker in self._workers if worker.in_flight]:
                 self._replace(worker)  # interrupted: its late results must not be read as those of the next batch
+        self._tell(batch.errors)
         return [outcome for outcome in batch.outcomes if outcome is not None]
 
     def close(self) -> None:
@@ -109,17 +141,21 @@ class WorkerPool:
     def _count_failed_start(self, worker: _Worker, what: str) -> None:
         self._failed_starts += 1
         if self._failed_starts >= _MAX_FAILED_STARTS:
-            raise UserError(
-                f"the reward workers do not start ({what}): {worker.last_words()}. Check the installation with: "
-                f"{sys.executable} -c 'import math_verify'"
-            )
+            raise UserError(f"the reward workers do not start ({what}): {worker.last_words()}. {self._program.advice}")
+
+    def _tell(self, errors: Sequence[str]) -> None:
+        """Log what the program said of answers that it could not grade, each text once."""
+        for text in dict.fromkeys(errors):
+            if text not in self._told and len(self._told) < _MAX_TOLD:
+                self._told.add(text)
+                _logger.warning("an answer could not be graded and got 0: %s", text)
 
     def _replace(self, worker: _Worker) -> None:
         self._stop(worker)
         self._start()
 
     def _start(self) -> None:
-        worker = _Worker(self._timeout_s)
+        worker = _Worker(self._command, self._timeout_s)
         self._selector.register(worker.output, selectors.EVENT_READ, worker)
         self._workers.append(worker)
 
@@ -132,12 +168,21 @@ class WorkerPool:
 class _Batch:
     """The requests of one run: which are waiting, and what came out."""
 
-    def __init__(self, requests: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, requests: Sequence[tuple[str, ...]]) -> None:
         self.lines = [json.dumps(request).encode() + b"\n" for request in requests]
         self.outcomes: list[Outcome | None] = [None] * len(requests)
         self.waiting = deque(range(len(requests)))
         self.num_open = len(requests)
+        self.errors: list[str] = []
         self._deaths: Counter[int] = Counter()
+
+    def take(self, index: int, reply: float | dict[str, str]) -> None:
+        """What a worker said of an answer."""
+        if isinstance(reply, dict):
+            self.errors.append(reply["error"])
+            self.settle(index, "error")
+        else:
+            self.settle(index, float(reply))
 
     def settle(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
@@ -157,7 +202,7 @@ class _Batch:
 class _Worker:
     """One worker process and the requests it has been sent."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, command: list[str], timeout_s: float) -> None:
         self.ready = False
         self.in_flight: deque[int] = deque()
         self.deadline = time.monotonic() + _START_LIMIT_S
@@ -165,10 +210,8 @@ class _Worker:
         self._timeout_s = timeout_s
         self._unread = b""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill; a pipe nobody reads would block it
-        program = Path(__file__).with_name("worker.py")
         self._process = subprocess.Popen(
-            # -P: the folder of the program is not a place to import from.
-            [sys.executable, "-P", "-W", "ignore", str(program), repr(timeout_s), str(MEMORY_LIMIT_BYTES)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -200,10 +243,11 @@ class _Worker:
         data = os.read(self.output.fileno(), 1 << 16)
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            if json.loads(line) == "ready":
+            reply = json.loads(line)
+            if reply == "ready":
                 self.ready = True
             else:
-                batch.settle(self.in_flight.popleft(), "correct" if json.loads(line) else "wrong")
+                batch.take(self.in_flight.popleft(), reply)
             self.deadline = time.monotonic() + self._timeout_s if self.in_flight else math.inf
         return bool(data)
 
@@ -233,6 +277,7 @@ class _Worker:
 _START_LIMIT_S = 120.0
 _MAX_FAILED_STARTS = 3
 _MAX_DEATHS = 2
+_MAX_TOLD = 10
 _MAX_IN_FLIGHT = 4
 _PIPE_BYTES = 1 << 15  # half of what a Linux pipe holds
 _REAP_S = 5.0

@@ -15,6 +15,9 @@ from exgrpo_megatron.rewards.rules import boxed, boxed_answer, is_literal
 
 Status = Literal["correct", "wrong", "no_box", "not_literal", "too_long", "timeout", "error"]
 
+Graded = tuple[str, str] | tuple[str, str, str]
+"""Response text, gold answer, and the question's text where it is known."""
+
 UNBOXED_TAIL_CHARS = 1000
 """Where a box is not required and there is none, Math-Verify searches this much of the end of the response."""
 
@@ -24,8 +27,12 @@ class Verdict:
     """What one answer earned, and why."""
 
     reward: float
-    """1 for a correct answer, else 0."""
+    """1 for a correct answer, else 0; of `env.reward_function` any finite number."""
     status: Status
+
+    @property
+    def correct(self) -> bool:
+        return self.status == "correct"
 
 
 class MathVerifier:
@@ -49,13 +56,13 @@ class MathVerifier:
     ) -> None:
         self.close()
 
-    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def grade(self, items: Sequence[Graded]) -> list[Verdict]:
         """The verdict on each (response text, gold answer), in order.
 
         Takes at most about `timeout_s` for each answer that hangs, divided by the number of workers. Raises
         UserError where the workers cannot start.
         """
-        screened = [(self._screen(response), gold) for response, gold in items]
+        screened = [(self._screen(response), gold) for response, gold, *_ in items]
         requests = [(found.text, boxed(gold)) for found, gold in screened if isinstance(found, _Gradable)]
         with self._lock:
             outcomes = self._outcomes(requests)
@@ -102,7 +109,7 @@ class MathVerifier:
     def _remember(self, request: tuple[str, str], outcome: Outcome) -> None:
         # A time-out or a death may be the machine's fault (a busy moment, memory short): it is never remembered,
         # so it can cost this answer only once and a resumed run grades as the first one would.
-        if outcome in ("correct", "wrong"):
+        if not isinstance(outcome, str):
             self._cache[request] = outcome
             self._cache.move_to_end(request)
             if len(self._cache) > self._config.cache_size:
@@ -114,5 +121,7 @@ class _Gradable:
     text: str
 
 
-def _verdict(status: Status) -> Verdict:
-    return Verdict(reward=1.0 if status == "correct" else 0.0, status=status)
+def _verdict(found: Outcome | Status) -> Verdict:
+    if isinstance(found, str):
+        return Verdict(0.0, found)
+    return Verdict(1.0, "correct") if found else Verdict(0.0, "wrong")

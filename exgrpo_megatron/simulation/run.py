@@ -12,7 +12,7 @@ import numpy as np
 from exgrpo_megatron.algorithm.chance import stable_seed
 from exgrpo_megatron.build import build_experience
 from exgrpo_megatron.comm import SingleProcess
-from exgrpo_megatron.config import AnswerChoice, Config
+from exgrpo_megatron.config import AnswerChoice, Config, DemonstrationsConfig, RepoConfig
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.experience.encoding import encode
@@ -120,11 +120,14 @@ def not_simulated(config: Config) -> list[str]:
         left_out.append("experience.entropy_percentile, eviction: simulated answers have an entropy by chance")
     if experience.difficulty_per_category:
         left_out.append("experience.difficulty_per_category: simulated questions have no category")
-    if config.data.train.pass_rates_path is not None:
-        left_out.append("data.train.pass_rates_path: all questions of --rates take part")
-    if config.data.validation is not None:
-        left_out.append("data.validation: nothing is evaluated")
-    return left_out
+    others = {
+        "demonstrations: every answer is sampled": config.demonstrations.enabled,
+        "repo: there are no off-policy groups": config.repo.enabled,
+        "env.reward_function: rewards are 0 and 1": config.env.reward_function is not None,
+        "data.train.pass_rates_path: all questions of --rates take part": config.data.train.pass_rates_path is not None,
+        "data.validation: nothing is evaluated": config.data.validation is not None,
+    }
+    return [*left_out, *(text for text, asked in others.items() if asked)]
 
 
 def simulated_config(config: Config, answer_bytes: float) -> Config:
@@ -138,7 +141,8 @@ def simulated_config(config: Config, answer_bytes: float) -> Config:
     if config.experience.max_bytes is not None:
         changed["max_bytes"] = max(1, round(config.experience.max_bytes * record_bytes() / answer_bytes))
     experience = config.experience.model_copy(update=changed)
-    return config.model_copy(update={"loss_fn": loss, "experience": experience})
+    others = {"demonstrations": DemonstrationsConfig(), "repo": RepoConfig()}
+    return config.model_copy(update={"loss_fn": loss, "experience": experience, **others})
 
 
 def record_bytes() -> int:

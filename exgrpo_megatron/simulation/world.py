@@ -15,7 +15,7 @@ from exgrpo_kernels.reference import Objective
 from exgrpo_megatron.algorithm.importance import replayed_answers
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
-from exgrpo_megatron.rewards.verifier import Verdict
+from exgrpo_megatron.rewards.verifier import Graded, Verdict
 from exgrpo_megatron.rollout.protocol import SampledResponse, SampleRequest, SamplingParams
 from exgrpo_megatron.simulation.learner import Learner
 from exgrpo_megatron.types import Logprobs, LossTerms, Question, ScoredSequence, TokenIds, TrainSequence, UpdateResult
@@ -130,8 +130,8 @@ class SimulatedPolicy:
 class SimulatedVerifier:
     """Reads whether the answer is right off its last token."""
 
-    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        return [_RIGHT_VERDICT if text.endswith(str(RIGHT)) else _WRONG_VERDICT for text, _ in items]
+    def grade(self, items: Sequence[Graded]) -> list[Verdict]:
+        return [_RIGHT_VERDICT if text.endswith(str(RIGHT)) else _WRONG_VERDICT for text, *_ in items]
 
     def check_gold(self, answers: Sequence[str]) -> list[int]:
         del answers

@@ -157,6 +157,29 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
         ),
         (["sft.max_num_steps=50"], ["sft.scheduler.lr_warmup_iters = 50 must be below the 50", "whole run = 50"]),
         (["sft.optimizer={lr: 0.1, min_lr: 0.2}"], ["sft.optimizer.min_lr = 0.2", "sft.optimizer.lr = 0.1"]),
+        (
+            ["loss_fn.disable_ppo_ratio=true"],
+            ["loss_fn.disable_ppo_ratio = true, but experience.enabled = true", "experience.shaping = 'log_prob'"],
+        ),
+        (
+            ["loss_fn.disable_ppo_ratio=true", "experience.enabled=false", "loss_fn.ratio_clip_max=0.3"],
+            ["loss_fn", "ratio_clip_max = 0.3 has no effect", "disable_ppo_ratio = true"],
+        ),
+        (["env.reward_function=reward.py"], ["env.reward_function", "'reward.py' is not package.module:function"]),
+        (["env.correct_above=0.5"], ["env", "correct_above = 0.5 has no effect", "reward_function = None"]),
+        (
+            ["env.reward_function=a.b:c", "env.math={require_literal: true}"],
+            ["env", "math.require_literal = True has no effect", "reward_function = 'a.b:c'"],
+        ),
+        (["experience.solved_above=0.9"], ["experience.solved_above = 0.9 has no effect without env.reward_function"]),
+        (
+            ["experience.solved_above=0.5", "env={reward_function: 'a:b', correct_above: 0.5}"],
+            ["experience.solved_above = 0.5 is not above env.correct_above = 0.5"],
+        ),
+        (
+            ["checkpointing.metric_name=validation/reward_t1"],
+            ["'validation/reward_t1' is measured with env.reward_function alone", "'validation/pass_rate_t1'"],
+        ),
         (["variant=papper"], ["variant = 'papper'", "'corrected', 'paper' or 'code'"]),
         (["variant=[]"], ["variant = []", "'corrected', 'paper' or 'code'"]),
         (["variant={}"], ["variant = {}", "'corrected', 'paper' or 'code'"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exgrpo_megatron.algorithm.advantages import group_advantages
+from exgrpo_megatron.algorithm.advantages import group_advantages, informative_scale
 
 TWO_OF_EIGHT = torch.tensor([[1.0, 1.0, 0, 0, 0, 0, 0, 0]])
 
@@ -42,3 +42,17 @@ def test_groups_do_not_see_each_other():
 def test_a_group_of_one_is_refused():
     with pytest.raises(ValueError, match="at least 2 members, found 1"):
         group_advantages(torch.ones(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scale"),
+    [
+        # alpha = B / (B - M) of arXiv:2504.02546, M of B = 4 groups being all right or all wrong.
+        ([[1, 0], [1, 1], [0, 0], [0, 0]], 4.0),
+        ([[1, 0], [0, 1], [1, 1], [0, 0]], 2.0),
+        ([[1, 0], [0, 1], [0.5, 0.25], [0, 1]], 1.0),
+        ([[1, 1], [0, 0], [0.5, 0.5], [0, 0]], 1.0),
+    ],
+)
+def test_the_scale_of_informative_groups_is_all_groups_over_those_that_differ(rewards: list, scale: float):
+    assert informative_scale(torch.tensor(rewards, dtype=torch.float64)) == scale

@@ -56,6 +56,7 @@ def test_sequences_carry_their_group_members_in_order(groups: list[Group]):
         ("global_width", 1, [4 * 96] * 4),
         ("global_width", 2, [4 * 96] * 4),
         ("per_answer_length", 2, [4 * 10, 4 * 20, 4 * 30, 4 * 40]),
+        ("global_tokens", 2, [100] * 4),
         ("rank_width", 1, [96] * 4),
         ("rank_width", 2, [2 * 96] * 4),
     ],
@@ -202,3 +203,19 @@ def test_shares_cover_all_sequences_equally_many_and_within_one_longest_sequence
         totals = [sum(lengths[index] for index in share) for share in shares]
         assert max(counts) - min(counts) <= 1
         assert max(totals) - min(totals) <= max(lengths, default=0)
+
+
+def test_only_groups_that_differ_are_scaled_by_their_share():
+    """Two of three groups have no advantage: the third has 3/1 of its own, +-1/2."""
+    groups = [
+        group("a", member(1, 1.0), member(1, 0.0)),
+        group("b", member(1, 1.0), member(1, 1.0)),
+        group("c", member(1, 0.0), member(1, 0.0)),
+    ]
+    sequences = train_sequences(groups, config(grpo={"scale_by_informative_groups": True}), data_parallel_size=1)
+    assert [sequence.advantage for sequence in sequences] == [1.5, -1.5, 0, 0, 0, 0]
+
+
+def test_without_a_ratio_the_objective_is_the_supervised_one():
+    keys = {"loss_fn": {"disable_ppo_ratio": True}, "experience": {"enabled": False}}
+    assert objective(config(**keys), mixed=False).kind == "nll"

@@ -22,7 +22,7 @@ def test_bands_at_their_borders():
 def test_what_is_measured_is_what_is_read(tmp_path):
     """Two of three right, and none of one."""
     answers = [
-        {"question_id": name, "category": category, "reward": reward}
+        {"question_id": name, "category": category, "status": "correct" if reward else "wrong"}
         for name, category, reward in [("a", "x", 1.0), ("b", None, 0.0), ("a", "x", 0.0), ("a", "x", 1.0)]
     ]
     rates = measured(answers)

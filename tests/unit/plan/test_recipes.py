@@ -30,10 +30,10 @@ def planned(name: str, *overrides: str) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_loads_and_the_documentation_links_it(path):
     load_recipe(path)
-    assert f"../recipes/{path.name}" in (RECIPES.parent / "docs" / "recipes.md").read_text()
+    assert f"../recipes/{path.relative_to(RECIPES)}" in (RECIPES.parent / "docs" / "recipes.md").read_text()
 
 
 @pytest.mark.parametrize("name", MANY_GPUS)

@@ -10,7 +10,11 @@ from exgrpo_megatron.report.entropy import draw_entropy, entropy_report
 
 
 def rows(question, *answers):
-    return [{"question_id": question, "reward": reward, "mean_entropy": entropy} for reward, entropy in answers]
+    statuses = ("wrong", "correct")
+    return [
+        {"question_id": question, "status": statuses[int(reward)], "mean_entropy": entropy}
+        for reward, entropy in answers
+    ]
 
 
 ANSWERS = [

@@ -25,10 +25,10 @@ Children = Callable[[], list[psutil.Process]]
 TOWER = (r"\boxed{9^{9^{9}}}", r"\boxed{9}")
 
 
-def right_and_wrong(count: int) -> tuple[list[tuple[str, str]], list[str]]:
+def right_and_wrong(count: int) -> tuple[list[tuple[str, str]], list[float]]:
     """Answers that are right, wrong, right, ..., and what is to come out."""
     requests = [(f"\\boxed{{{n + n % 2}}}", f"\\boxed{{{n}}}") for n in range(count)]
-    return requests, ["wrong" if n % 2 else "correct" for n in range(count)]
+    return requests, [0.0 if n % 2 else 1.0 for n in range(count)]
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 60) -> None:
@@ -90,7 +90,7 @@ def test_the_time_limit_counts_for_each_answer_and_not_for_those_before_it() -> 
     requests = [(f"\\boxed{{\\sqrt{{{n}}} + \\frac{{x^{n}}}{{7}}}}", r"\boxed{8}") for n in range(260)]
     pool.run([(r"\boxed{1}", r"\boxed{1}")])
     start = time.perf_counter()
-    assert pool.run(requests) == ["wrong"] * len(requests)
+    assert pool.run(requests) == [0.0] * len(requests)
     assert time.perf_counter() - start > 3
     pool.close()
 

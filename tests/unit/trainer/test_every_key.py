@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from scripted import build_trainer, plant, right, token_ids, wrong
 
-from exgrpo_megatron.config import VARIANTS, ExperienceConfig, GRPOConfig, LossConfig, ReplayStepConfig
+from exgrpo_megatron.config import (
+    VARIANTS,
+    DemonstrationsConfig,
+    ExperienceConfig,
+    GRPOConfig,
+    LossConfig,
+    ReplayStepConfig,
+    RepoConfig,
+)
 
 ENGINE = {"loss_fn": {"old_logprobs": "engine"}}
 CORRECTED = {"loss_fn": {"use_importance_sampling_correction": True}}
@@ -27,6 +35,20 @@ CAPPED = {"experience": {"max_answers": 12}}
 BOTH = {"experience": {"strategy": "both"}}
 SMALL_STEPS = {"experience": {"strategy": "both", "replay_step": {"size": 0.25}}}
 
+# The questions q1, q2, ... are chains, whose worked solutions the generator's side knows.
+SHOWN = {
+    "experience": {"enabled": False},
+    "demonstrations": {"enabled": True, "data": {"generator": "chain_arithmetic"}},
+}
+
+# Every question comes back after three steps: in step 7 each has twice the default number of answers to choose from.
+REPO = {
+    "experience": {"enabled": False},
+    "repo": {"enabled": True, "min_kept": 8},
+    "grpo": {"num_generations_per_prompt": 8},
+    "num_questions": 12,
+}
+
 STEPS = 7
 
 # (key, another value, what the run is beside the default): the default is B = 4, K = 4, replay on from the first step.
@@ -39,6 +61,7 @@ CASES = [
     ("grpo.num_iterations", 2, {}),
     ("grpo.normalize_rewards", True, {}),
     ("grpo.use_leave_one_out_baseline", True, {}),
+    ("grpo.scale_by_informative_groups", True, {}),
     ("grpo.overlong_filtering", True, SHORT),
     (
         "grpo.reward_shaping",
@@ -55,7 +78,9 @@ CASES = [
     ("loss_fn.ratio_clip_max", 2.0, {"loss_fn": {"old_logprobs": "engine", "clip_in_mixed_phase": True}}),
     ("loss_fn.clip_in_mixed_phase", True, ENGINE),
     ("loss_fn.normalizer", "per_answer_length", {}),
+    ("loss_fn.normalizer", "global_tokens", {}),
     ("loss_fn.normalizer", "rank_width", {}),
+    ("loss_fn.disable_ppo_ratio", True, {"experience": {"enabled": False}}),
     ("loss_fn.entropy_coeff", 0.002, {}),
     ("loss_fn.entropy_bonus", "per_micro_batch", {"policy": {"train_micro_batch_size": 4}}),
     ("loss_fn.entropy_bonus", "none", {}),
@@ -127,6 +152,14 @@ CASES = [
     ("experience.eviction", "highest_entropy", CAPPED),
     ("experience.eviction", "least_recently_replayed", CAPPED),
     ("experience.shaping_beta", 0.2, {}),
+    ("demonstrations", SHOWN["demonstrations"], {"experience": {"enabled": False}}),
+    ("demonstrations.gamma", 0.3, SHOWN),
+    ("repo", REPO["repo"], {**REPO, "repo": {}}),
+    *[("repo.choice", choice, REPO) for choice in ("full_scope", "recent", "variance", "symmetric", "random")],
+    ("repo.num_answers", 3, REPO),
+    ("repo.max_kept", 12, REPO),
+    ("repo.min_kept", 16, REPO),
+    ("repo.weight", 0.5, REPO),
     ("data.epoch_order", "same", {"num_questions": 12}),
     ("policy.train_global_batch_size", 8, {}),
     ("policy.max_grad_norm", 1e-3, {}),
@@ -144,6 +177,14 @@ NOT_OF_A_STEP = {
     "experience.prefill_path",
     "experience.store_dir",
     "experience.on_corruption",
+    # test_demonstrations.py
+    "demonstrations.enabled",
+    "demonstrations.data",
+    "demonstrations.ending",
+    # test_reward_function.py
+    "experience.solved_above",
+    # test_off_policy_groups.py
+    "repo.enabled",
 }
 
 
@@ -212,7 +253,9 @@ def test_every_key_of_the_algorithm_is_here():
         "grpo": GRPOConfig,
         "loss_fn": LossConfig,
         "experience": ExperienceConfig,
+        "demonstrations": DemonstrationsConfig,
         "experience.replay_step": ReplayStepConfig,
+        "repo": RepoConfig,
     }
     keys = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     assert keys | set(VARIANTS) <= {key for key, _, _ in CASES} | NOT_OF_A_STEP

@@ -89,6 +89,41 @@ def test_the_gradient_scales_as_the_normalizer_says(make):
     assert norms["per_answer_length"] / norms["global_width"] == pytest.approx(24, rel=1e-4)
 
 
+# loss_fn.disable_ppo_ratio, grpo.scale_by_informative_groups
+
+
+def test_without_the_ratio_the_loss_is_advantage_times_log_prob_with_the_gradient_of_the_ratio_at_one(make):
+    off = {"enabled": False}
+    ratio = make(half_of_four_tokens, num_questions=8, experience=off).step().metrics
+    trainer = make(half_of_four_tokens, num_questions=8, experience=off, loss_fn={"disable_ppo_ratio": True})
+    names = [question.id for question in make(half_of_four_tokens, num_questions=8).parts.order.take(4)]
+    pairs = [
+        (trainer.questions[name].prompt_ids, token_ids(trainer, text))
+        for name in names
+        for text in half_of_four_tokens(name, 4)
+    ]
+    logprobs = [float(score.logprobs.sum()) for score in trainer.parts.policy.score(pairs, 1.0)]
+    metrics = trainer.step().metrics
+    # A = 1/2 of the first two of each group, -1/2 of the others.
+    expected = -sum(0.5 * value * (1 if i % 4 < 2 else -1) for i, value in enumerate(logprobs)) / (WIDTH * SEQUENCES)
+    assert metrics["policy/loss"] == pytest.approx(expected, rel=1e-3)
+    assert metrics["policy/grad_norm"] == pytest.approx(ratio["policy/grad_norm"], rel=1e-4)
+    assert metrics["policy/clip_share"] == 0
+
+
+def test_groups_that_differ_make_up_for_those_that_do_not(make):
+    def one_group_of_four_differs(question_id, samples):
+        return half_of_four_tokens(question_id, samples) if question_id == "q6" else ["\\boxed{0}"] * samples
+
+    norms = [
+        make(one_group_of_four_differs, num_questions=8, grpo={"scale_by_informative_groups": on})
+        .step()
+        .metrics["policy/grad_norm"]
+        for on in (False, True)
+    ]
+    assert norms[1] == pytest.approx(4 * norms[0], rel=1e-4)
+
+
 # loss_fn.ratio_clip_min, ratio_clip_max, clip_in_mixed_phase, old_logprobs
 
 

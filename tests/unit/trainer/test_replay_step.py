@@ -98,6 +98,13 @@ def test_per_answer_length_divides_by_the_answers_own_tokens(make):
     assert trainer.step().metrics["replay_step/loss"] == pytest.approx(-(0.75 * 11 + 0.5 * 6.05) / 2, rel=1e-3)
 
 
+def test_global_tokens_divides_by_the_tokens_of_all_answers(make):
+    trainer = make(loss_fn={"normalizer": "global_tokens"})
+    plant_two(trainer)
+    # 8 tokens in all, 4 of each: again the mean.
+    assert trainer.step().metrics["replay_step/loss"] == pytest.approx(-4 * (0.75 * 11 + 0.5 * 6.05) / 8, rel=1e-3)
+
+
 # Independent implementation
 
 

@@ -1,0 +1,162 @@
+"""Rewards by a function of the user's: what it gets, what becomes of what it gives, and of what goes wrong in it."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from exgrpo_megatron.config import EnvConfig, MathEnvConfig
+from exgrpo_megatron.data.chain_arithmetic import partial_credit
+from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.rewards.function import FunctionVerifier, check_reward_function
+from exgrpo_megatron.rewards.verifier import Verdict
+
+REWARDS = """
+import os, time
+
+def reward(question, response, answer):
+    print("seen by nobody")
+    if response == "hangs":
+        time.sleep(600)
+    if response == "dies":
+        os._exit(3)
+    if response == "raises":
+        raise RuntimeError(f"no reward for {question}")
+    if response == "nan":
+        return float("nan")
+    if response == "pid":
+        return os.getpid()
+    return len(response) / len(answer)
+
+class Odd:
+    def __call__(self, **texts):
+        return -1
+
+odd, number = Odd(), 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "my_rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def verifier(folder: Path) -> Iterator[FunctionVerifier]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        made = FunctionVerifier(env())
+        made.grade([("a", "ab", "q")])
+        yield made
+        made.close()
+
+
+def env(function: str = "my_rewards:reward", memory_mib: int = 1024) -> EnvConfig:
+    math = MathEnvConfig(num_workers=1, timeout_s=2, cache_size=3)
+    return EnvConfig(math=math, reward_function=function, correct_above=0.5, worker_memory_mib=memory_mib)
+
+
+def test_rewards_are_what_the_function_says_and_correct_above_the_threshold(verifier: FunctionVerifier) -> None:
+    items = [("", "1234", "q"), ("ab", "1234", "q"), ("abc", "1234", "q"), ("a" * 9, "1234", "q")]
+    assert verifier.grade(items) == [
+        Verdict(0.0, "wrong"),
+        Verdict(0.5, "wrong"),  # not above
+        Verdict(0.75, "correct"),
+        Verdict(2.25, "correct"),
+    ]
+    assert [verdict.correct for verdict in verifier.grade(items)] == [False, False, True, True]
+
+
+def test_what_goes_wrong_in_the_function_is_counted_and_said(
+    verifier: FunctionVerifier, caplog: pytest.LogCaptureFixture
+) -> None:
+    items = [("hangs", "1", "q1"), ("dies", "1", "q1"), ("raises", "1", "q1"), ("nan", "1", "q1"), ("a", "1", "q1")]
+    with caplog.at_level(logging.WARNING, logger="exgrpo_megatron"):
+        verdicts = verifier.grade(items)
+    assert [(verdict.reward, verdict.status) for verdict in verdicts] == [
+        (0.0, "timeout"),
+        (0.0, "error"),
+        (0.0, "error"),
+        (0.0, "error"),
+        (1.0, "correct"),
+    ]
+    assert "RuntimeError: no reward for q1" in caplog.text
+    assert "the reward is nan, not a finite number" in caplog.text
+
+
+def test_an_answer_is_graded_once_while_it_is_remembered(
+    verifier: FunctionVerifier, new_children: Callable[[], list[psutil.Process]]
+) -> None:
+    def pid_of(answer: str) -> float:
+        return verifier.grade([("pid", answer, "q")])[0].reward
+
+    first = pid_of("1")
+    psutil.Process(int(first)).kill()
+    assert pid_of("1") == first  # nobody was asked
+    assert pid_of("2") != first
+    for answer in "345":  # three are remembered
+        pid_of(answer)
+    assert pid_of("1") != first
+
+
+def test_an_answer_without_its_question_is_refused(verifier: FunctionVerifier) -> None:
+    with pytest.raises(ValueError, match="without its question"):
+        verifier.grade([("a", "1")])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("my_reward:reward", "No module named 'my_reward'"),
+        ("my_rewards:missing", "my_rewards has no function 'missing'"),
+        ("my_rewards:number", "my_rewards has no function 'number'"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_function_that_is_not_there_is_refused_before_anything_is_loaded(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"env\.reward_function") as caught:
+        check_reward_function(env(name))
+    assert text in str(caught.value)
+
+
+@pytest.mark.usefixtures("here")
+def test_whatever_can_be_called_is_admitted() -> None:
+    check_reward_function(EnvConfig())
+    check_reward_function(env("my_rewards:odd"))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_function_that_needs_more_memory_than_it_may_have_is_refused(folder: Path) -> None:
+    (folder / "large.py").write_text("import mmap\nheld = mmap.mmap(-1, 200 << 20)\nreward = len\n")
+    with pytest.raises(ConfigError, match=r"twice as much .*env.worker_memory_mib = 256"):
+        check_reward_function(env("large:reward", memory_mib=256))
+    check_reward_function(env("large:reward"))
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        # 7+5-3: two lines of working and the box.
+        ("7+5=12\n12-3=9\n\\boxed{9}", 1.0),
+        ("\\boxed{9}", 0.5),
+        ("7+5=12\n12-3=8\n\\boxed{8}", 0.25),
+        ("7+5=12\n12-3=8\n\\boxed{9}", 0.75),
+        ("7+5=11\n12-3=9\n\\boxed{9}", 0.5),
+        ("7+5=12\n12-3=9", 0.5),
+        ("\\boxed{8}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_embedded_example_gives_half_for_the_box_and_half_for_the_lines_before_the_first_wrong_one(
+    response: str, reward: float
+) -> None:
+    assert partial_credit(question="7+5-3", response=response, answer="9") == reward
