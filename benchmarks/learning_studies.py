@@ -61,12 +61,12 @@ class StudyTrainer(Trainer):
         return result
 
     def _update(
-        self, groups: list[Group], stored: list[TrainSequence], step: int, plan: StepPlan
+        self, groups: list[Group], off_policy: list[Group], stored: list[TrainSequence], step: int, plan: StepPlan
     ) -> tuple[list[UpdateResult], int]:
         self.found.observe(groups)
         self.wrong.observe(groups)
         if not self.study.entropy_of_unsolved:
-            return super()._update(groups, stored, step, plan)
+            return super()._update(groups, off_policy, stored, step, plan)
         rng = generator(self.config.grpo.seed, step, "minibatches")
         (part,) = minibatches(groups, 1, rng)
         members = [(group.question, member) for group in part for member in group.trajectories]
