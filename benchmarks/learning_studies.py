@@ -17,7 +17,7 @@ from exgrpo_megatron.replay_draw import Drawn, ReplayDraw, Selection
 from exgrpo_megatron.replay_step import ReplayStep
 from exgrpo_megatron.replay_step_metrics import ReplayStepRecord
 from exgrpo_megatron.rewards.rules import boxed_answer
-from exgrpo_megatron.rewards.verifier import Verdict
+from exgrpo_megatron.rewards.verifier import Graded, Verdict
 from exgrpo_megatron.trainer import StepResult, Trainer
 from exgrpo_megatron.types import Group, Question, Slot, StoredAnswer, TokenIds, TrainSequence, Trajectory, UpdateResult
 
@@ -108,10 +108,10 @@ class LuckyVerifier:
     def __init__(self, strict: Verifier, share: float) -> None:
         self._strict, self._share = strict, share
 
-    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def grade(self, items: Sequence[Graded]) -> list[Verdict]:
         """The same answer to the same question always earns the same."""
         return [
-            Verdict(1.0, "correct") if self._is_lucky(*item) else verdict
+            Verdict(1.0, "correct") if self._is_lucky(item[0], item[1]) else verdict
             for item, verdict in zip(items, self._strict.grade(items), strict=True)
         ]
 
