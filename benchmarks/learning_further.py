@@ -60,6 +60,8 @@ def noted_table(measured: Sequence[Measured]) -> str:
     for name, listed in runs.items():
         found = [
             mean_interval([float(np.interp(mark, run.answers, run.noted[key])) for run in listed]).describe(2)
+            if key in listed[0].noted
+            else "-"
             for key in _NOTED
             for mark in marks
         ]

@@ -96,10 +96,11 @@ class StudyTrainer(Trainer):
         ]
         trained = [(slot.question, slot.stored.token_ids) for slot in self.found.trained if slot.stored]
         self.found.last_groups, self.found.trained = [], []
-        return {
-            "lucky_stored": lucky(listed), "lucky_new": lucky(new), "lucky_trained": lucky(trained),
-            "unsolved": 1 - experience.num_questions / len(self.questions),
-        }  # fmt: skip
+        shares = {"lucky_new": lucky(new)}
+        if self.config.experience.enabled:
+            shares |= {"lucky_stored": lucky(listed), "lucky_trained": lucky(trained)}
+            shares["unsolved"] = 1 - experience.num_questions / len(self.questions)
+        return shares
 
 
 class LuckyVerifier:
