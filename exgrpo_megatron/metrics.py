@@ -72,7 +72,9 @@ METRICS: dict[str, Metric] = {
     ),
     "experience/replayed_questions": Metric("questions", "questions of the step that were drawn from experience"),
     "experience/drawable_questions": Metric(
-        "questions", "those in the buffer that the step could draw from: within difficulty_range and entropy_percentile"
+        "questions",
+        "those in the buffer that the step could draw from, within difficulty_range and entropy_percentile: for its "
+        "groups, or, with strategy replay_step, for its last replay step",
     ),
     "experience/buffer_questions": Metric("questions", "questions in the buffer after the step"),
     "experience/stored_answers": Metric("answers", "answers in the buffer after the step"),
@@ -97,7 +99,8 @@ METRICS: dict[str, Metric] = {
     "experience/padded_logprobs": Metric("tokens", "log-probs padded in the step (stored_answer: text only)"),
     "experience/mean_age_steps": Metric("steps", "mean steps since the replayed answers were stored (prefilled: at 0)"),
     "experience/bucket_<k>": Metric(
-        "questions", "questions in the buffer whose latest group with a correct answer had k"
+        "questions",
+        "questions in the buffer, by experience.difficulty (last_group: k were correct in the last that had any)",
     ),
     "freshness/data_left": Metric("share", "training questions that are not retired after the step"),
     "freshness/steps_left": Metric(
@@ -137,7 +140,8 @@ METRICS: dict[str, Metric] = {
     "replay_step/skipped_updates": Metric("updates", "those skipped: loss or norm not finite, or norm too large"),
     "replay_step/mean_weight": Metric("", "mean weight of these answers: 1 - running pass rate, or 1"),
     "replay_step/mean_push": Metric(
-        "", "by how much of its weight a token's log-prob is pushed, mean; a new token's is 1 at w = 1"
+        "",
+        "by how much of its weight a token's log-prob is pushed, mean, a guard's cap aside; new tokens: 1 at w = 1",
     ),
     "replay_step/mean_age_steps": Metric("steps", "mean steps since these answers were stored"),
     "replay_step/clamped_ratios": Metric("tokens", "log-ratios of theirs beyond loss_fn.max_abs_log_ratio, clamped"),
@@ -172,7 +176,9 @@ METRICS: dict[str, Metric] = {
         f"ratio_replayed/{stat}": Metric("", f"{words} ratio w of replayed tokens, against their recorded log-probs")
         for stat, words in RATIO_STATS.items()
     },
-    "ratio_replayed/shaped": Metric("", "mean of f(w) over replayed tokens (experience.shaping: ratio only)"),
+    "ratio_replayed/shaped": Metric(
+        "", "mean of f(w) over replayed tokens of groups (experience.shaping: ratio, or demonstrations; else none)"
+    ),
     **{
         f"ratio_engine/{stat}": Metric(
             "", f"{words} ratio of new response tokens, policy before the update to rollout engine (recomputed only)"

@@ -53,6 +53,7 @@ class ReplayStep:
             return []
         rng = generator(self.config.grpo.seed, step, f"replay step {number}, draw")
         drawn = experience.intact(experience.draw(size, rng, weights=(keys.bucket_weight, keys.bucket_sigma)))
+        record.num_drawable = experience.num_drawable
         if not drawn:
             return []
         selection = self.replay.choose(drawn, keys.answer_choice, step, f"replay step {number}, answer")

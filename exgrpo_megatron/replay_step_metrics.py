@@ -27,6 +27,8 @@ class ReplayStepRecord:
     """Tokens that a guard's clip left without a gradient."""
     ages: list[int] = field(default_factory=list)
     """Steps since each answer was stored."""
+    num_drawable: int = 0
+    """Stored questions that the last of them could draw from."""
     num_scored: int = 0
     num_padded: int = 0
     """Log-probs that the text form made up."""

@@ -281,15 +281,15 @@ def _entropies(terms: LossTerms) -> dict[str, float]:
 
 
 def _shaped(config: Config, terms: LossTerms) -> dict[str, float]:
-    """What shaping makes of the ratios of replayed tokens, clamped as in the loss."""
-    shown = config.demonstrations
-    if not (shown.enabled or config.experience.shaping == "ratio") or not terms.replayed.any():
+    """What f(w) makes of the ratios of replayed members of groups, clamped as in the loss; nothing where it has no
+    part in the loss."""
+    shown, experience = config.demonstrations, config.experience
+    shaped = shown.enabled or (experience.in_groups and experience.shaping == "ratio")
+    if not shaped or not terms.replayed.any():
         return {}
     bound = config.loss_fn.max_abs_log_ratio
     clamped = np.clip(terms.log_ratio[terms.replayed], -bound, bound)
-    return {
-        "ratio_replayed/shaped": mean_shaped(clamped, shown.gamma if shown.enabled else config.experience.shaping_beta)
-    }
+    return {"ratio_replayed/shaped": mean_shaped(clamped, shown.gamma if shown.enabled else experience.shaping_beta)}
 
 
 def _ratio(updates: list[UpdateResult], part: str, whole: str) -> float:

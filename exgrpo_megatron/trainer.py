@@ -95,7 +95,7 @@ class Trainer:
             num_scored=selection.num_scored,
             num_padded=selection.num_padded,
             num_discarded=drawn.num_discarded,
-            num_drawable=drawn.num_drawable,
+            num_drawable=drawn.num_drawable if self.config.experience.in_groups else stored.num_drawable,
             retired=retired,
             num_capped=num_capped,
             mixed=plan.in_groups,

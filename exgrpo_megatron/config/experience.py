@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from exgrpo_megatron.config.alarms import AlarmsConfig
 from exgrpo_megatron.config.choices import (
     DEFAULT_BETA,
+    NORMAL_WEIGHTS,
     SHAPING_MEANING,
     AnswerChoice,
     BucketWeight,
@@ -230,6 +231,16 @@ class ExperienceConfig(Section):
     @model_validator(mode="after")
     def _shaping_has_its_keys(self) -> ExperienceConfig:
         check_beta(self.shaping, self.shaping_beta)
+        return self
+
+    @model_validator(mode="after")
+    def _sigma_has_a_normal(self) -> ExperienceConfig:
+        weight, default = self.bucket_weight, type(self).model_fields["bucket_sigma"].default
+        if weight is not None and weight not in NORMAL_WEIGHTS and self.bucket_sigma != default:
+            raise ValueError(
+                f"bucket_sigma = {self.bucket_sigma} has no effect with bucket_weight = {weight!r}: set one of them "
+                "back"
+            )
         return self
 
     @model_validator(mode="after")

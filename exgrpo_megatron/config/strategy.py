@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from exgrpo_megatron.config.experience import ExperienceConfig
-from exgrpo_megatron.config.objective import VARIANTS, LossConfig, VariantName
+from exgrpo_megatron.config.objective import VARIANTS, LossConfig, VariantName, whole_share
 from exgrpo_megatron.config.replay_step import ReplayStepConfig
 
 STRATEGY_SWITCHES: dict[str, dict[str, Any]] = {"replay_step": {"experience.retire_from": "never"}}
@@ -34,6 +34,12 @@ def check_strategy(variant: VariantName, experience: ExperienceConfig, loss: Los
             f"loss_fn.normalizer = 'rank_width' with experience.strategy = {experience.strategy!r}: the released code "
             "has no replay step whose scale would be reproduced; set it to 'global_width' or 'per_answer_length'"
         )
+    if experience.replay_step.joint and loss.entropy_bonus == "per_micro_batch":
+        raise ValueError(
+            "loss_fn.entropy_bonus = 'per_micro_batch' with experience.replay_step.joint = true: the stored "
+            "answers, which have no entropy bonus, would be in the means; set it to 'global_mean' or 'none', or "
+            "joint to false"
+        )
     if experience.strategy == "replay_step":
         _refuse_keys_of_groups(variant, experience, loss)
     elif experience.replay_step.joint:
@@ -48,7 +54,7 @@ def check_size(replay_step: ReplayStepConfig, members_of_a_step: int, updates_pe
 
     `members_of_a_step`: B x K.
     """
-    if replay_step.size * members_of_a_step < 1:
+    if whole_share(replay_step.size, members_of_a_step) < 1:
         raise ValueError(
             f"experience.replay_step.size = {replay_step.size} times grpo.num_prompts_per_step x "
             f"grpo.num_generations_per_prompt = {members_of_a_step} is less than one answer: raise it"

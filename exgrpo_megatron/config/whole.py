@@ -90,6 +90,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _bonus_is_of_new_answers(self) -> Config:
+        if self.repo.enabled and self.loss_fn.entropy_bonus == "per_micro_batch":
+            raise ValueError(
+                "loss_fn.entropy_bonus = 'per_micro_batch', but repo.enabled = true: the off-policy groups, which have "
+                "no entropy bonus, would be in the means; set it to 'global_mean' or 'none'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engine_fits(self) -> Config:
         generation = self.policy.generation
         if generation.backend != "vllm":

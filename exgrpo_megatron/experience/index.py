@@ -166,7 +166,9 @@ class QuestionIndex:
         self._entropy_at = {}
 
     def entropy_at(self, percentile: float) -> float:
-        """The smallest of them that this many percent of the stored questions do not exceed."""
+        """The smallest of them that this many percent of the stored questions do not exceed; infinity where none is."""
+        if not len(self):
+            return float("inf")
         if percentile not in self._entropy_at:
             place = max(int(np.ceil(percentile * len(self) / 100)) - 1, 0)
             self._entropy_at[percentile] = _in_place(self.entropies, place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,17 @@ SCHEMA = pa.schema(
         pa.field("policy_version", pa.int64(), nullable=False),
     ]
 )
+_REFUSED_KEY = b"exgrpo.refused"
+"""In a file's metadata: answers that its writer had not kept."""
 _FILE = re.compile(r"recent-(\d{5})-of-(\d{5})\.parquet")
+
+
+@dataclass(frozen=True)
+class RecentSnapshot:
+    """What a process kept at one moment, by question, oldest first."""
+
+    rows: list[tuple[str, Trajectory]]
+    num_refused: int
 
 
 class RecentAnswers:
@@ -43,7 +54,8 @@ class RecentAnswers:
         self._owner = Owner(comm.rank, comm.size, keeps=comm.member == 0)
         self._kept: dict[str, deque[Trajectory]] = {}
         self.num_refused = 0
-        """Answers of this process that were not kept, as they lack one finite log-prob a token."""
+        """Answers of this process that were not kept, as they lack one finite log-prob a token; those of before a
+        resume are counted by the processes that read their files."""
 
     def num_answers(self) -> int:
         """Kept by all processes. Collective."""
@@ -66,15 +78,17 @@ class RecentAnswers:
             if self._owner.owns(group.question.id):
                 self._keep(group.question.id, group.trajectories)
 
-    def snapshot(self) -> list[tuple[str, Trajectory]]:
-        """What this process keeps, as it is now: by question, oldest first."""
-        return [(name, answer) for name, kept in self._kept.items() for answer in kept]
+    def snapshot(self) -> RecentSnapshot:
+        """What this process keeps, as it is now."""
+        rows = [(name, answer) for name, kept in self._kept.items() for answer in kept]
+        return RecentSnapshot(rows, self.num_refused)
 
-    def save(self, rows: Sequence[tuple[str, Trajectory]], folder: Path) -> list[Path]:
+    def save(self, snapshot: RecentSnapshot, folder: Path) -> list[Path]:
         """Write a snapshot into `folder`, one file a data-parallel rank; the paths. In any thread."""
         if not self._owner.keeps:
             return []
         folder.mkdir(parents=True, exist_ok=True)
+        rows = snapshot.rows
         columns = {
             "question_id": [name for name, _ in rows],
             "token_ids": [answer.token_ids for _, answer in rows],
@@ -85,7 +99,8 @@ class RecentAnswers:
             "policy_version": [answer.policy_version for _, answer in rows],
         }
         path = folder / _file_name(self._comm.rank, self._comm.size)
-        pq.write_table(pa.table(columns, schema=SCHEMA), path, compression="zstd")
+        schema = SCHEMA.with_metadata({_REFUSED_KEY: str(snapshot.num_refused)})
+        pq.write_table(pa.table(columns, schema=schema), path, compression="zstd")
         return [path]
 
     def load(self, folder: Path) -> None:
@@ -94,13 +109,16 @@ class RecentAnswers:
         Raises:
             CheckpointError: a file is missing or damaged; on every process.
         """
-        self._kept = {}
+        self._kept, self.num_refused = {}, 0
         with together(self._comm):
             files = numbered_files(folder, _FILE, _file_name)
             if not files:
                 raise CheckpointError(f"{folder}: no answers of `repo` are there. {REMEDY}")
-            for path in files:
-                self._read(path)
+            for number, path in enumerate(files):
+                num_refused = self._read(path)
+                # Counted by one of the processes: their sum is that of the run.
+                if self._owner.keeps and number % self._comm.size == self._comm.rank:
+                    self.num_refused += num_refused
 
     def _chosen(self, question_id: str, step: int) -> tuple[Trajectory, ...]:
         kept = list(self._kept[question_id])
@@ -128,10 +146,12 @@ class RecentAnswers:
                 )
             )
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path) -> int:
+        """Take what this process owns; returns how many answers the file's writer had refused."""
         try:
+            num_refused = int((pq.read_metadata(path).metadata or {}).get(_REFUSED_KEY, 0))
             rows = pq.read_table(path, schema=SCHEMA).to_pylist()
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise CheckpointError(f"{path}: {error}. {REMEDY}") from None
         for row in rows:
             name = row["question_id"]
@@ -146,6 +166,7 @@ class RecentAnswers:
                     passed=row["passed"],
                 )
                 self._kept.setdefault(name, deque(maxlen=self._config.max_kept)).append(answer)
+        return num_refused
 
 
 def _file_name(rank: int, num_ranks: int) -> str:

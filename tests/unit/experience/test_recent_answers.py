@@ -31,10 +31,12 @@ def numbers(groups: list[Group]) -> dict[str, list[int]]:
 
 
 def filled(comm: Communicator) -> RecentAnswers:
-    """Questions q0 to q9; q3 has answers 0 to 5 and the others three."""
+    """Questions q0 to q9; q3 has answers 0 to 5 and the others three; one of q5 and one of q6 is refused."""
     recent = RecentAnswers(config(), 1, comm)
     recent.record([group(f"q{i}", answer(0, 1.0), answer(1), answer(2)) for i in range(10)])
     recent.record([group("q3", answer(3), answer(4, 0.5), answer(5, 1.0), answer(9, replayed=True))])
+    broken = Trajectory(np.array([1, 2], np.int32), np.float32([-1]), 1.0, False, "stop", 0)
+    recent.record([group("q5", broken), group("q6", broken)])
     return recent
 
 
@@ -76,19 +78,23 @@ def test_an_answer_without_one_finite_log_prob_a_token_is_refused_and_counted():
 def test_any_number_of_ranks_gives_the_same_groups_also_after_a_resume_on_another(
     tmp_path: Path, ranks: tuple[int, int], others: tuple[int, int]
 ):
-    def save(comm: Communicator) -> tuple[dict[str, list[int]], int]:
+    def found(recent: RecentAnswers, comm: Communicator) -> tuple[dict[str, list[int]], int, int]:
+        refused = sum(comm.all_gather(recent.num_refused))
+        return numbers(recent.off_policy_groups(ASKED, step=7)), recent.num_answers(), refused
+
+    def save(comm: Communicator) -> tuple[dict[str, list[int]], int, int]:
         recent = filled(comm)
         recent.save(recent.snapshot(), tmp_path / "recent")
         comm.barrier()
-        return numbers(recent.off_policy_groups(ASKED, step=7)), recent.num_answers()
+        return found(recent, comm)
 
-    def load(comm: Communicator) -> tuple[dict[str, list[int]], int]:
+    def load(comm: Communicator) -> tuple[dict[str, list[int]], int, int]:
         recent = RecentAnswers(config(), 1, comm)
         recent.load(tmp_path / "recent")
-        return numbers(recent.off_policy_groups(ASKED, step=7)), recent.num_answers()
+        return found(recent, comm)
 
     for work, (size, members) in ((save, ranks), (load, others)):
-        assert on_ranks(size, members, work) == [(EXPECTED, 31)] * (size * members)
+        assert on_ranks(size, members, work) == [(EXPECTED, 31, 2)] * (size * members)
 
 
 def test_a_missing_or_damaged_file_is_named(tmp_path: Path):

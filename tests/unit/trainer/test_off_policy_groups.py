@@ -47,6 +47,8 @@ def test_second_groups_have_a_loss_of_their_own_beside_that_of_the_new_answers(m
     counted = {"repo/groups": 4, "repo/mixed_groups": 4, "repo/answers": 16, "repo/kept_answers": 32, "repo/refused": 0}
     assert {name: second[name] for name in counted} == counted
     assert (first["repo/groups"], first["repo/kept_answers"]) == (0, 16)
+    assert "ratio_replayed/min" in second
+    assert "ratio_replayed/shaped" not in second  # the ratio is clipped, f has no part in it
     assert (first["budget/stored_answers"], second["budget/stored_answers"]) == (0, 16)
 
 
@@ -141,6 +143,10 @@ def test_three_steps_a_stop_and_three_more_equal_six(tmp_path, run_steps):
                 "loss_fn": {"disable_ppo_ratio": True},
             },
             "loss_fn.disable_ppo_ratio = true, but repo.enabled = true",
+        ),
+        (
+            {"repo": {"enabled": True}, "experience": {"enabled": False}, "variant": "code"},
+            "loss_fn.entropy_bonus = 'per_micro_batch', but repo.enabled = true",
         ),
     ],
 )

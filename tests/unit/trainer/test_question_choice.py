@@ -88,6 +88,11 @@ def test_only_answers_of_low_recorded_entropy_are_replayed(make):
     assert result.metrics["experience/buffer_questions"] == 4
 
 
+def test_a_run_with_an_entropy_percentile_begins_with_nothing_stored(make):
+    metrics = make(entropy_percentile=75).step().metrics
+    assert (metrics["experience/drawable_questions"], metrics["experience/replayed_questions"]) == (0, 0)
+
+
 def plant_with_entropy(trainer, name, text, entropy):
     ids = token_ids(trainer, text)
     members = [Trajectory(ids, np.full(len(ids), -entropy, np.float32), 1.0, False, "stop", 0)]

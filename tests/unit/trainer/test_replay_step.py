@@ -234,6 +234,9 @@ def test_joined_answers_add_their_loss_and_gradient_to_the_update_on_new_ones(ma
     assert metrics["policy/loss"] == pytest.approx(expected["replay_step/loss"], rel=1e-5)
     assert metrics["policy/grad_norm"] == pytest.approx(expected["replay_step/grad_norm"], rel=1e-5)
     assert (metrics["replay_step/answers"], metrics["replay_step/updates"], metrics["policy/version"]) == (2, 0, 1)
+    assert metrics["experience/drawable_questions"] == 2
+    assert "ratio_replayed/min" in metrics
+    assert "ratio_replayed/shaped" not in metrics  # f(w) has no part in the loss
     assert metrics["replay_step/mean_push"] == pytest.approx(expected["replay_step/mean_push"], rel=1e-5)
 
     def one_right(name, samples):
@@ -313,6 +316,7 @@ def test_never_keeps_a_solved_question_under_the_literal_method_too(make):
         (with_steps({"joint": True, "lr_multiplier": 2.0}), r"lr_multiplier = 2\.0 has no effect with joint = true"),
         (with_steps({"joint": True}, strategy="both"), r"joint = true with experience\.strategy = 'both'"),
         (with_steps({"size": 0.05}), r"size = 0\.05 times .* = 16 is less than one answer"),
+        ({"bucket_weight": "linear", "bucket_sigma": 2.0}, r"bucket_sigma = 2\.0 has no effect with bucket_weight"),
         ({"shaping": "clip", "shaping_beta": 0.2}, r"shaping_beta = 0\.2 has no effect with shaping = 'clip'"),
     ],
 )  # fmt: skip
@@ -324,5 +328,16 @@ def test_keys_that_would_do_nothing_are_refused_by_name(tmp_path, experience, me
 def test_a_step_that_depends_on_ranks_or_has_two_updates_to_join_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"normalizer = 'rank_width' with experience\.strategy = 'both'"):
         make_config(tmp_path, variant="code", experience={"strategy": "both"})
+    joint, bonus = with_steps({"joint": True}), {"entropy_bonus": "per_micro_batch"}
+    with pytest.raises(ConfigError, match=r"entropy_bonus = 'per_micro_batch' with experience\.replay_step\.joint"):
+        make_config(tmp_path, experience=joint, loss_fn=bonus)
     with pytest.raises(ConfigError, match="joint = true, but a step has 2 optimiser steps"):
         make_config(tmp_path, experience=with_steps({"joint": True}), policy={"train_global_batch_size": 8})
+
+
+def test_a_size_that_is_rounded_down_to_no_answer_is_refused(tmp_path):
+    # As a decimal the product is 0.9999999999999999; that of the floats is 1.
+    sections = {"grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 3}}
+    policy = {"train_global_batch_size": 3}
+    with pytest.raises(ConfigError, match=r"size = 0\.3333333333333333 times .* = 3 is less than one answer"):
+        make_config(tmp_path, experience=with_steps({"size": 1 / 3}), policy=policy, **sections)
