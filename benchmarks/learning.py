@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from learning_further import FURTHER, noted_table
 from learning_run import Measured, configured, identity, run, warm_start
 from learning_settings import SETTINGS, Setting
 from learning_table import draw_pictures, tables
@@ -39,11 +40,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, one thread each")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    settings = [setting for setting in SETTINGS if arguments.only in f"{setting.task}: {setting.name}"]
+    settings = [setting for setting in [*SETTINGS, *FURTHER] if arguments.only in f"{setting.task}: {setting.name}"]
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.command == "table":
         measured = current_results(settings, arguments.out)
         print(tables(settings, measured))
+        print(noted_table(measured))
         for path in draw_pictures(settings, measured, arguments.out):
             print(path, file=sys.stderr)
     elif arguments.jobs == 1:

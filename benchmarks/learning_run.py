@@ -6,10 +6,11 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from learning_settings import EVALUATE_EVERY, TASKS, Setting
+from learning_studies import Study, StudyTrainer
 
 from exgrpo_megatron import build, session
 from exgrpo_megatron.comm import Communicator
@@ -44,6 +45,8 @@ class Measured:
     """Share of the groups of new answers since the evaluation before in which some are right and some wrong."""
     stored_answers: list[int] = field(default_factory=list)
     skipped_updates: int = 0
+    noted: dict[str, list[float]] = field(default_factory=dict)
+    """What `StudyTrainer.noted` says."""
 
 
 def configured(setting: Setting, seed: int, out: Path) -> Config:
@@ -67,7 +70,9 @@ def identity(config: Config, setting: Setting) -> str:
     # Defaults are left out, so that a key that did not exist then makes no other run of it.
     left_out = {"logger": True, "checkpointing": True, "sft": {"warm_start_dir"}}
     dumped = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
-    text = json.dumps([dumped, setting.answers, EVALUATE_EVERY], sort_keys=True)
+    changed = asdict(setting.study).items() - asdict(Study()).items() if setting.study else ()
+    studied = [sorted(changed)] if changed else []
+    text = json.dumps([dumped, setting.answers, EVALUATE_EVERY, *studied], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -89,7 +94,8 @@ def run(config: Config, setting: Setting, seed: int, comm: Communicator) -> Meas
     assert evaluator is not None
     measured = Measured(setting.task, setting.name, seed, identity(config, setting))
     try:
-        _train(Trainer(parts), evaluator, setting.answers, measured)
+        trainer = StudyTrainer(parts, setting.study) if setting.study else Trainer(parts)
+        _train(trainer, evaluator, setting.answers, measured)
     finally:
         parts.verifier.close()
         parts.engine.close()
@@ -103,6 +109,8 @@ def _train(trainer: Trainer, evaluator: Evaluator, until: int, measured: Measure
     while True:
         if answers >= due:
             _look(evaluator, measured, answers, cpu_s, since)
+            for name, value in (trainer.noted() if isinstance(trainer, StudyTrainer) else {}).items():
+                measured.noted.setdefault(name, []).append(value)
             due, since = (answers // EVALUATE_EVERY + 1) * EVALUATE_EVERY, []
             if answers >= until:
                 measured.skipped_updates = trainer.skipped_updates

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from learning_studies import Study
 
 EVALUATE_EVERY = 256
 """Answers between evaluations."""
@@ -48,6 +50,14 @@ TASKS = {
         0.5,
     ),
 }
+# Held-out questions are graded strictly there too.
+TASKS |= {
+    f"symbols, luck {share:g}": replace(
+        TASKS["symbols"],
+        title=f"unknown symbols, where {share:.0%} of the wrong answers with the right end count as right",
+    )
+    for share in (0.25, 1.0)
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ class Setting:
     """How many are sampled."""
     group: str = "main"
     """Which picture it is in."""
+    study: Study | None = None
+    """What is changed for which there is no recipe key."""
 
 
 def batch(prompts: int, members: int, lr: float) -> tuple[str, ...]:

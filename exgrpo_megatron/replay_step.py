@@ -58,7 +58,8 @@ class ReplayStep:
             return []
         selection = self.replay.choose(drawn, keys.answer_choice, step, f"replay step {number}, answer")
         weighted = keys.weight == "one_minus_pass_rate"
-        pass_rates = experience.running_pass_rates(drawn).tolist() if weighted else [0.0] * len(drawn)
+        names = [slot.question.id for slot in selection.slots]
+        pass_rates = experience.running_pass_rates(names).tolist() if weighted else [0.0] * len(names)
         sequences = stored_sequences(selection.slots, pass_rates, self.config)
         record.sequences += sequences
         record.slots += selection.slots
