@@ -53,6 +53,9 @@ class Keeper:
     def keep(self, row: int, question_id: str, answers: Sequence[StoredAnswer], serial: int) -> Kept:
         """Store new answers, whose serials begin with `serial`, and hold the question to its cap."""
         store, before = self.store, self.store.num_bytes
+        if self._config.on_corruption == "quarantine":
+            # An answer that was just added is read, and written for that, where one with the same tokens follows.
+            store.fill_up()
         stored = tuple(
             serial + i for i, answer in enumerate(answers) if store.add(row, question_id, serial + i, answer)
         )

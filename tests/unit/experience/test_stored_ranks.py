@@ -16,6 +16,7 @@ from exgrpo_megatron.config import ExperienceConfig
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.recovery import find_segments
+from exgrpo_megatron.types import Group, Question, Trajectory
 
 CAPS = [
     {"max_answers_per_question": 2},
@@ -348,6 +349,13 @@ def test_a_run_goes_on_storing_where_the_segment_it_writes_to_is_deleted(tmp_pat
     play(buffer, seed=0)
     first, (active,) = buffer.num_answers, find_segments(tmp_path / "live")
     active.unlink()
+    # The second of two equal answers is compared with the first, before anything of the step is on the disk.
+    ids, logprobs = np.array([7, 2], np.int32), np.full(2, -0.5, np.float32)
+    members = [Trajectory(ids, logprobs, float(i < 2), False, "stop", 0) for i in range(K)]
+    twins = Group(Question("twins", np.array([1], np.int32), "42"), tuple(members))
+    report = buffer.record([twins], step=0, collect=True)
+    assert (report.stored, report.duplicates) == (1, 1)
+    first += 1
     rng, reports = np.random.default_rng(1), []
     for step in range(5):
         reports.append(buffer.record([random_group(rng) for _ in range(8)], step=step, collect=True))
