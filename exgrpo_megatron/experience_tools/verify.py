@@ -55,16 +55,7 @@ def verify(source: Source) -> Verification:
     """Read every byte of it; nothing is raised for what is wrong."""
     found = Verification(source)
     try:
-        if find_index_files(source.path):
-            found.faults += _checkpoint_faults(source.path, found)
-        elif segments := find_segments(source.path):
-            _check_live(segments, found)
-        elif is_jsonl(source.path):
-            found.faults += _jsonl_faults(source.path, found)
-        else:
-            found.faults += _parquet_faults(source.path, found)
-        if source.checkpoint is None and (source.path / SUMMARY_FILE).is_file():
-            found.faults += _sum_faults(source.path, found)
+        found.faults += _answer_faults(source, found)
     except (CheckpointError, DataError) as error:
         found.faults.append(str(error))
     if source.checkpoint is not None:
@@ -75,6 +66,19 @@ def verify(source: Source) -> Verification:
         except DataError as error:
             found.faults.append(str(error))
     return found
+
+
+def _answer_faults(source: Source, found: Verification) -> Iterator[str]:
+    if find_index_files(source.path):
+        yield from _checkpoint_faults(source.path, found)
+    elif segments := find_segments(source.path):
+        _check_live(segments, found)
+    elif is_jsonl(source.path):
+        yield from _jsonl_faults(source.path, found)
+    else:
+        yield from _parquet_faults(source.path, found)
+    if source.checkpoint is None and (source.path / SUMMARY_FILE).is_file():
+        yield from _sum_faults(source.path, found)
 
 
 def _checkpoint_faults(folder: Path, found: Verification) -> Iterator[str]:
