@@ -13,6 +13,7 @@ from rich.console import Console
 
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.process import quiet_libraries
+from exgrpo_megatron.stop import ended_by_sigterm
 
 # What reads Parquet or needs torch is imported inside the commands: --help answers at once.
 
@@ -113,7 +114,8 @@ def export(
         raise ConfigError("--recipe is for --texts: leave it out, or ask for texts")
     found = find_source(source, step)
     at_hand = Texts(found, recipe, tokenizer)
-    written = export_experience(found, out, to.value, at_hand, group_size, with_texts=texts)
+    with ended_by_sigterm():
+        written = export_experience(found, out, to.value, at_hand, group_size, with_texts=texts)
     _say(written.describe(), *(f"note: {note}" for note in at_hand.notes))
 
 
@@ -143,7 +145,9 @@ def import_(
         raise ConfigError(f"--tokenizer {tokenizer}: it has {named}, but the files' token ids are of {known}")
     vocabulary = known or named
     check = RowCheck(group_size, vocabulary.vocab_size if vocabulary else None)
-    _say(import_experience(files, out, check, vocabulary=vocabulary).describe())
+    with ended_by_sigterm():
+        written = import_experience(files, out, check, vocabulary=vocabulary)
+    _say(written.describe())
 
 
 @app.command()
@@ -177,7 +181,9 @@ def rescore(
     from exgrpo_megatron.experience_tools.rescore import rescore as rescored  # noqa: PLC0415
     from exgrpo_megatron.experience_tools.sources import find_source  # noqa: PLC0415
 
-    written, moved = rescored(RescoreRequest(find_source(source, step), model, out, recipe, tokenizer))
+    request = RescoreRequest(find_source(source, step), model, out, recipe, tokenizer)
+    with ended_by_sigterm():
+        written, moved = rescored(request)
     _say(written.describe(), *moved.describe())
 
 

@@ -1,7 +1,8 @@
 """What happened to each question of a run: an append-only file, one JSON object a step.
 
 A line is `{"step": 7, "questions": {"q1": [["tried", 2, 4], ["stored", 31]], ...}}`: of every question of the step its
-events, in their order, each as its kind and the values of `FIELDS`. A value that was not finite is null.
+events, in their order, each as its kind and the values of `FIELDS`. A value that was not finite is null. Its last key,
+`crc32`, is the checksum of the bytes of the line before it; lines of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -97,9 +99,10 @@ class HistoryWriter:
         line = json.dumps(
             {"step": step, "questions": by_question}, ensure_ascii=False, allow_nan=False, separators=(",", ":")
         )
+        checked = line.encode()[:-1]
         try:
             with self.path.open("ab") as file:
-                file.write(line.encode() + b"\n")
+                file.write(checked + b"%s%d}\n" % (_CHECKSUM, zlib.crc32(checked)))
         except OSError as error:
             raise UserError(
                 f"cannot write {self.path}: {error.strerror}; make room, or set logger.experience_history to false"
@@ -180,6 +183,7 @@ _COLUMNS = {
     "step": np.int32, "question": np.int32, "kind": np.int8, "count": np.int32, "of": np.int32, "answer": np.int64,
     "mean_ratio": np.float32, "max_ratio": np.float32,
 }  # fmt: skip
+_CHECKSUM = b',"crc32":'
 _REST = attrgetter(*list(_COLUMNS)[3:], "reason")
 
 
@@ -219,8 +223,13 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
 def _parsed(path: Path, number: int, line: bytes) -> tuple[int, dict[str, Any]]:
     try:
         record = json.loads(line)
+        checksum = record.pop("crc32", None)
+        if checksum is not None and checksum != zlib.crc32(line[: line.rindex(_CHECKSUM)]):
+            raise ValueError("its checksum does not hold")
+        if record.keys() != {"step", "questions"}:
+            raise KeyError(*(record.keys() ^ {"step", "questions"}))
         return int(record["step"]), dict(record["questions"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _fault(path, number, error) from error
 
 

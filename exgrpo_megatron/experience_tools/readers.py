@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.experience.encoding import HEADER_BYTES, decode, facts_of, is_whole
-from exgrpo_megatron.experience.files import GROUP_SIZE_KEY, SUMMARY_FILE, Row, find_answers_files, read_summary
+from exgrpo_megatron.experience.files import GROUP_SIZE_KEY, REMEDY, SUMMARY_FILE, Row, find_answers_files, read_summary
 from exgrpo_megatron.experience.manifest import Manifest, read_manifest
 from exgrpo_megatron.experience.partition import shard_of
 from exgrpo_megatron.experience.reading import iterate_rows, question_ids
 from exgrpo_megatron.experience.recovery import Recovery, find_segments
 from exgrpo_megatron.experience.segments import Segment
-from exgrpo_megatron.experience_tools.rows import RowCheck, read_rows
+from exgrpo_megatron.experience_tools.rows import LARGEST_GROUP, RowCheck, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +168,8 @@ class JsonlReader:
         for place, values in read_rows(self.path):
             row = check.checked(place, values)
             if only is None or row.question_id in only:
-                position, index = (int(values.get(name) or 0) for name in ("position", "answer_index"))
-                yield Row(row.question_id, row.bucket, position, index, row.answer)
+                # Places in a file that anybody may have written are not relied on: `import` makes them anew.
+                yield Row(row.question_id, row.bucket, 0, 0, row.answer)
 
     def ids(self) -> Iterable[str]:
         return (row.question_id for row in self.rows())
@@ -223,4 +223,7 @@ def _recorded_group_size(path: Path) -> int | None:
             f"{path}: Parquet that says no group size, and so not written by this program; `exgrpo experience import` "
             "makes it something a run can begin with"
         )
-    return int(recorded)
+    size = int(recorded) if recorded.isdigit() and len(recorded) < 10 else 0
+    if not 2 <= size <= LARGEST_GROUP:
+        raise CheckpointError(f"{path}: its group size is {recorded!r}, not 2 to {LARGEST_GROUP}. {REMEDY}.")
+    return size

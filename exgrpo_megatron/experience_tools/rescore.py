@@ -25,7 +25,7 @@ from exgrpo_megatron.experience.files import Row, VocabularyName
 from exgrpo_megatron.experience_tools.readers import JsonlReader
 from exgrpo_megatron.experience_tools.sources import Source
 from exgrpo_megatron.experience_tools.texts import Texts, vocabulary_name
-from exgrpo_megatron.experience_tools.transfer import Written, write_folder
+from exgrpo_megatron.experience_tools.transfer import Written, check_free, write_folder
 from exgrpo_megatron.parts import Policy
 from exgrpo_megatron.process import process_group
 from exgrpo_megatron.recipe import load_recipe
@@ -105,8 +105,7 @@ def rescore(request: RescoreRequest) -> tuple[Written, Moved]:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("exgrpo experience rescore is one process: run it alone")
-    if request.out.exists():
-        raise ConfigError(f"--out {request.out}: exists; name another folder, or move it away")
+    check_free(request.out)
     config, model_dir, tokenizer_dir = _model(request)
     tokenizer = load_tokenizer(tokenizer_dir)
     vocabulary = vocabulary_name(tokenizer, str(request.model))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,8 @@ JSONL_FILE = "answers.jsonl"
 """In an exported folder."""
 LONGEST_ID = 2**16 - 1
 """Bytes of a question's id, which a record counts in 16 bits."""
+LARGEST_GROUP = 10_000
+"""Answers of a group: an index has a list for every number of correct ones."""
 HIGHEST_LOGPROB = 1e-3
 """Log-probs are at most 0, but for rounding."""
 _REQUIRED = ("question_id", "token_ids", "logprobs")
@@ -82,6 +85,8 @@ class RowCheck:
         name = values["question_id"]
         if not isinstance(name, str) or not name:
             return f"`question_id` must be a text that is not empty, found {str(name)[:80]!r}"
+        if not _is_unicode(name):
+            return f"`question_id` {name[:40]!a} has half of a surrogate pair, which is no character"
         if len(name.encode()) > LONGEST_ID:
             return f"`question_id` {name[:40]!r}... has {len(name.encode())} bytes, more than {LONGEST_ID}"
         return None
@@ -90,7 +95,7 @@ class RowCheck:
         for name in _NUMBERS:
             value = values.get(name)
             if value is not None and (type(value) is not int or not 0 <= value < 2**31):
-                return f"`{name}` must be a whole number from 0 on, found {value!r}"
+                return f"`{name}` must be a whole number from 0 on, found {_shown(value)}"
         return None
 
     def _bucket_fault(self, values: Mapping[str, Any]) -> str | None:
@@ -100,6 +105,8 @@ class RowCheck:
             return "nothing says how many answers a group has: a column `group_size`, or --group-size"
         if given is not None and given != self.group_size:
             return f"`group_size` is {given}, but {self.group_size} for the rows before or by --group-size"
+        if self.group_size > LARGEST_GROUP:
+            return f"`group_size` {self.group_size} is above {LARGEST_GROUP}"
         if not 1 <= bucket < self.group_size:
             return f"`bucket` {bucket} is not in 1..{self.group_size - 1} (k correct of a group of {self.group_size})"
         known = self._buckets.get(values["question_id"], bucket)
@@ -110,7 +117,8 @@ class RowCheck:
             return "`token_ids` must be a list of whole numbers"
         if logprobs is None:
             return "`logprobs` must be a list of numbers"
-        fault = answer_fault(token_ids, logprobs)
+        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite then, and named
+            fault = answer_fault(token_ids, logprobs.astype(np.float32))
         if fault:
             return f"the answer cannot be replayed: {fault}"
         highest = int(token_ids.max())
@@ -153,6 +161,19 @@ def json_line(row: Row, group_size: int, texts: Mapping[str, str | None]) -> str
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _number(values: Mapping[str, Any], name: str) -> int:
     value = values.get(name)
     return _NUMBERS[name] or 0 if value is None else int(value)
@@ -186,7 +207,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _json_object(place: str, line: bytes) -> Mapping[str, Any]:
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not JSON ({error})") from error
     if not isinstance(content, dict):
         raise DataError(f"{place}: not a JSON object")
@@ -196,6 +217,7 @@ def _json_object(place: str, line: bytes) -> Mapping[str, Any]:
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         with pq.ParquetFile(path) as file:
+            _check_columns(path, file.schema_arrow.names)
             recorded = (file.schema_arrow.metadata or {}).get(GROUP_SIZE_KEY)
             group_size = {"group_size": int(recorded)} if recorded else {}
             number = 0
@@ -205,6 +227,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     number += 1
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as Parquet ({error}); JSON lines end in .jsonl") from error
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(f"{path}: two columns are called `{twice[0]}`; keep one of them")
 
 
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any]]:

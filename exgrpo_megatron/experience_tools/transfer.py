@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,9 @@ from exgrpo_megatron.experience.partition import shard_of
 from exgrpo_megatron.experience_tools.readers import JsonlReader
 from exgrpo_megatron.experience_tools.rows import JSONL_FILE, CheckedRow, RowCheck, is_jsonl, json_line, read_rows
 from exgrpo_megatron.experience_tools.sources import Source
+from exgrpo_megatron.experience_tools.sums import write_sums
 from exgrpo_megatron.experience_tools.texts import Texts
+from exgrpo_megatron.files import writable_folder
 
 TextColumns = Mapping[str, Callable[[Row], str | None]]
 
@@ -87,7 +88,7 @@ def import_experience(
         ConfigError: `out` exists.
         DataError: a file cannot be read, or a row breaks a rule; names file and row.
     """
-    _check_free(out)
+    check_free(out)
     with _gathered(out) as gathered:
         for path in _files(paths):
             for place, values in read_rows(path):
@@ -110,22 +111,31 @@ def write_folder(
     vocabulary: VocabularyName | None,
 ) -> Written:
     """Rows, those of a question together, as a folder of their own, which has its name when it is whole."""
-    _check_free(out)
+    check_free(out)
     columns = _text_columns(texts)
-    written, aside = Written(out), out.with_name(out.name + ".incomplete")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    written = Written(out)
+    with _beside(out) as folder:
+        aside = folder / "whole"
+        aside.mkdir()
         if to == "parquet":
             write_answers(aside / answers_file(0, 1), _counted(rows, written), group_size, columns)
         else:
             _write_lines(aside / JSONL_FILE, _counted(rows, written), group_size, columns)
         summary = Summary(group_size, written.questions, written.answers, tuple(retired), tokenizer=vocabulary)
         write_summary(aside / SUMMARY_FILE, summary)
+        write_sums(aside)
         aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return written
+
+
+def check_free(out: Path) -> None:
+    """Raises ConfigError where `out` cannot be the name of a new folder."""
+    try:
+        taken = out.exists() or out.is_symlink()
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)[:200]}: no name for a folder ({error.strerror})") from None
+    if taken:
+        raise ConfigError(f"--out {out}: exists; name another folder, or move it away")
 
 
 class _Gathered:
@@ -163,13 +173,24 @@ class _Gathered:
 
 @contextmanager
 def _gathered(out: Path) -> Iterator[_Gathered]:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        gathered = _Gathered(Path(folder))
+    with _beside(out) as folder:
+        gathered = _Gathered(folder)
         try:
             yield gathered
         finally:
             gathered.store.close()
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A folder for what is not whole yet, on the disk of `out`; deleted in the end."""
+    parent = writable_folder(out.parent, "folder of --out")
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=f".{out.name[:40]}.", dir=parent)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another") from error
+    with folder as name:
+        yield Path(name)
 
 
 def common_vocabulary(paths: Sequence[Path]) -> VocabularyName | None:
@@ -221,8 +242,3 @@ def _group_size(source: Source, recorded: int | None, given: int | None) -> int:
     if known and given and known != given:
         raise ConfigError(f"--group-size {given}: {source.path} is of groups of {known}; leave it out")
     return known or given or 0
-
-
-def _check_free(out: Path) -> None:
-    if out.exists():
-        raise ConfigError(f"--out {out}: exists; name another folder, or move it away")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ import pyarrow as pa
 
 from exgrpo_megatron.checkpointing import DIGESTS_FILE
 from exgrpo_megatron.errors import CheckpointError, DataError
-from exgrpo_megatron.experience.encoding import Record, decode, is_whole
+from exgrpo_megatron.experience.encoding import HEADER_BYTES, Record, decode, is_whole
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, find_answers_files, read_summary
 from exgrpo_megatron.experience.history import read_history
 from exgrpo_megatron.experience.manifest import Manifest, find_index_files, read_manifest
@@ -25,6 +24,9 @@ from exgrpo_megatron.experience.segments import MAGIC, Segment, checksum_of, ope
 from exgrpo_megatron.experience_tools.readers import ParquetReader
 from exgrpo_megatron.experience_tools.rows import RowCheck, is_jsonl, read_rows
 from exgrpo_megatron.experience_tools.sources import Source
+from exgrpo_megatron.experience_tools.sums import SUMS_FILE, read_sums, sha256_of
+
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass
@@ -53,14 +55,7 @@ def verify(source: Source) -> Verification:
     """Read every byte of it; nothing is raised for what is wrong."""
     found = Verification(source)
     try:
-        if find_index_files(source.path):
-            found.faults += _checkpoint_faults(source.path, found)
-        elif segments := find_segments(source.path):
-            _check_live(segments, found)
-        elif is_jsonl(source.path):
-            found.faults += _jsonl_faults(source.path, found)
-        else:
-            found.faults += _parquet_faults(source.path, found)
+        found.faults += _answer_faults(source, found)
     except (CheckpointError, DataError) as error:
         found.faults.append(str(error))
     if source.checkpoint is not None:
@@ -71,6 +66,19 @@ def verify(source: Source) -> Verification:
         except DataError as error:
             found.faults.append(str(error))
     return found
+
+
+def _answer_faults(source: Source, found: Verification) -> Iterator[str]:
+    if find_index_files(source.path):
+        yield from _checkpoint_faults(source.path, found)
+    elif segments := find_segments(source.path):
+        _check_live(segments, found)
+    elif is_jsonl(source.path):
+        yield from _jsonl_faults(source.path, found)
+    else:
+        yield from _parquet_faults(source.path, found)
+    if source.checkpoint is None and (source.path / SUMMARY_FILE).is_file():
+        yield from _sum_faults(source.path, found)
 
 
 def _checkpoint_faults(folder: Path, found: Verification) -> Iterator[str]:
@@ -106,14 +114,34 @@ def _changed_files(checkpoint: Path) -> Iterator[str]:
     except (OSError, ValueError, TypeError) as error:
         yield f"{checkpoint / DIGESTS_FILE}: cannot be read ({error})"
         return
+    folder = checkpoint / "experience"
+    there = {f"{path.relative_to(checkpoint)}" for path in folder.rglob("*") if path.is_file()}
+    for name in sorted(there - saved.keys()):
+        yield f"{checkpoint / DIGESTS_FILE}: has no SHA-256 of {name}"
     for name, digest in sorted(saved.items()):
         path = checkpoint / name
-        if path.parent.name != "experience":
+        if path.parent != folder:
             continue
         if not path.is_file():
             yield f"{path}: missing"
-        elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        elif sha256_of(path) != digest:
             yield f"{path}: is not as it was saved (its SHA-256 differs)"
+
+
+def _sum_faults(folder: Path, found: Verification) -> Iterator[str]:
+    """Of an exported folder whose files have their SHA-256 beside them."""
+    path = folder / SUMS_FILE
+    if not path.is_file():
+        found.notes.append(f"{path}: not there, so that a changed number may pass unseen")
+        return
+    saved = read_sums(path)
+    for name in sorted({file.name for file in folder.iterdir()} - saved.keys() - {SUMS_FILE}):
+        yield f"{path}: has no SHA-256 of {name}"
+    for name, digest in saved.items():
+        if not (folder / name).is_file():
+            yield f"{folder / name}: missing"
+        elif sha256_of(folder / name) != digest:
+            yield f"{folder / name}: is not as it was written (its SHA-256 differs)"
 
 
 def _segment_faults(manifest: Manifest, place: int, segment: Segment) -> Iterator[str]:
@@ -183,9 +211,28 @@ def _check_live(paths: list[Path], found: Verification) -> None:
                 continue
             names.add(record.question_id)
             found.answers += 1
-        if end < segment.size:
+        following = _first_whole(segment, end)
+        if following is not None:
+            found.faults.append(f"{path}: byte {end} to {following}: damaged, with whole answers behind it")
+        elif end < segment.size:
             found.notes.append(f"{path}: breaks off after {end} of {segment.size} bytes")
     found.questions = len(names)
+
+
+def _first_whole(segment: Segment, begin: int) -> int | None:
+    """Offset of the first whole record at or behind `begin`, wherever it stands."""
+    for start in range(begin, segment.size - HEADER_BYTES + 1, _PIECE_BYTES):
+        piece = np.frombuffer(segment.read(start, _PIECE_BYTES + HEADER_BYTES - 1), np.uint8)
+        count = len(piece) - HEADER_BYTES + 1
+        if count < 1:
+            return None
+        fields = np.lib.stride_tricks.sliding_window_view(piece, HEADER_BYTES)
+        lengths = np.ascontiguousarray(fields[:, 4:8]).view("<u4")[:, 0].astype(np.int64)
+        fits = (lengths > 0) & (start + np.arange(count) + HEADER_BYTES + lengths <= segment.size)
+        for place in np.flatnonzero(fits & (fields[:, 30] < 2) & (fields[:, 31] >= 1) & (fields[:, 31] <= 4)).tolist():
+            if is_whole(segment.read(start + place, HEADER_BYTES + int(lengths[place]))):
+                return start + place
+    return None
 
 
 def _parquet_faults(folder: Path, found: Verification) -> Iterator[str]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import Eviction
+from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.selection import choose_answer, within
 from exgrpo_megatron.replay import state_files
@@ -218,11 +219,16 @@ class TrajectoryBuffer:
         """
         folder = Path(folder)
         state = state_files.read(folder)
-        settings = dict(state.settings)
-        bucketer = DifficultyBucketer(settings.pop("metric"), settings.pop("window_size"))
-        buffer = cls(**settings, bucketer=bucketer, folder=store)
+        try:
+            settings = dict(state.settings)
+            bucketer = DifficultyBucketer(settings.pop("metric"), settings.pop("window_size"))
+            buffer = cls(**settings, bucketer=bucketer, folder=store)
+            buffer._rng.bit_generator.state = state.generator
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            raise CheckpointError(
+                f"{folder}: its settings are none of a buffer ({error}); use an unchanged copy"
+            ) from error
         buffer._experience.load(folder / state_files.EXPERIENCE)
-        buffer._rng.bit_generator.state = state.generator
         buffer._step, buffer._prompts = state.step, state.prompts
         return buffer
 

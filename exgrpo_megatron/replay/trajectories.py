@@ -92,14 +92,20 @@ def _of_mapping(place: int, given: Any) -> tuple[str, TokenIds | None, list[Traj
         raise ValueError(f"{_where(place, question_id)}: {fault}; its keys are {_KEYS}")
     if not isinstance(question_id, str) or not question_id:
         raise ValueError(f"trajectory {place}: question_id = {question_id!r} must be a text that is not empty")
+    if len(question_id.encode(errors="surrogatepass")) >= 2**16 or _is_broken(question_id):
+        raise ValueError(
+            f"trajectory {place}: question_id {question_id[:40]!r} must be Unicode of less than 2^16 bytes"
+        )
     prompt = given.get("prompt_ids")
     prompt_ids = None if prompt is None else _token_ids(place, question_id, "prompt_ids", prompt)
     token_ids = _token_ids(place, question_id, "token_ids", given["token_ids"])
     logprobs = _array(place, question_id, "logprobs", given["logprobs"], np.float64).astype(np.float32)
     _check(place, question_id, token_ids, logprobs, given["reward"])
     version = given.get("policy_version", 0)
-    if isinstance(version, bool) or not isinstance(version, int | np.integer):
-        raise ValueError(f"{_where(place, question_id)}: policy_version = {version!r} must be a whole number")
+    if isinstance(version, bool) or not isinstance(version, int | np.integer) or not abs(int(version)) < 2**63:
+        raise ValueError(
+            f"{_where(place, question_id)}: policy_version = {version!r} must be a whole number below 2^63"
+        )
     replayed = bool(given.get("replayed", False))
     return (
         question_id,
@@ -109,6 +115,11 @@ def _of_mapping(place: int, given: Any) -> tuple[str, TokenIds | None, list[Traj
 
 
 _KEYS = f"{', '.join(REQUIRED)}; also {', '.join(OPTIONAL)}"
+
+
+def _is_broken(text: str) -> bool:
+    """Whether it has half of a surrogate pair, which is no character."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _check(place: int, question_id: str, token_ids: TokenIds, logprobs: Logprobs, reward: Any) -> None:

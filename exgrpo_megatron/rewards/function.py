@@ -85,7 +85,7 @@ def check_reward_function(config: EnvConfig) -> None:
         ended = subprocess.run(command, input=b"", capture_output=True, timeout=START_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"env.reward_function = {name!r}: not imported within {START_LIMIT_S:.0f} s") from None
-    if ended.returncode:
+    if ended.returncode or b'"ready"' not in ended.stdout:
         lines = ended.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {ended.returncode}"]
         raise ConfigError(
             f"env.reward_function = {name!r}: {lines[-1]} (modules are looked for among the installed packages, in "

@@ -17,15 +17,17 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 ORPHAN_GRACE_S = 2.0
 """The parent kills at the limit. This much later the kernel does, should the parent be gone or blocked."""
+LONGEST_MESSAGE = 500
+"""Characters of what an error says."""
 
 
 def main() -> None:
     timeout_s, memory_bytes, name = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    send = _private_output()
+    send, requests = _private_output(), _private_input()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which still has a step to finish
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_CORE, 0)
@@ -36,13 +38,14 @@ def main() -> None:
         )
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the process, whatever Python is doing
     send("ready")
-    for line in sys.stdin.buffer:
+    for line in requests:
         response, answer, question = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_GRACE_S)
         reply = reward_of(function, response, answer, question)
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(reply)
         if _address_space_bytes() > memory_bytes // 2:
+            send("full")
             os._exit(0)  # what it has piled up goes with it, and a fresh one takes over
 
 
@@ -51,11 +54,13 @@ def load(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     sys.path.append(os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), function_name, None)
-    except Exception as error:  # noqa: BLE001  anything may happen while a stranger's module is imported
-        raise SystemExit(f"cannot import {module_name}: {type(error).__name__}: {error}") from None
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  anything may happen while a stranger's module is imported
+        raise SystemExit(f"cannot import {module_name}: {_described(error)}") from None
+    function = getattr(module, function_name, None)
     if not callable(function):
-        raise SystemExit(f"{module_name} has no function {function_name!r}")
+        where = getattr(module, "__file__", None) or "part of Python"
+        raise SystemExit(f"{module_name} ({where}) has no function {function_name!r}")
     return function
 
 
@@ -63,9 +68,23 @@ def reward_of(function: Callable[..., Any], response: str, answer: str, question
     """The reward as a finite number, or the error."""
     try:
         number = float(function(question=question, response=response, answer=answer))
-    except Exception as error:  # noqa: BLE001  the answer has no reward, the run goes on and counts it
-        return {"error": f"{type(error).__name__}: {error}"}
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the answer has no reward, the run goes on and counts it
+        return {"error": _described(error)}
     return number if math.isfinite(number) else {"error": f"the reward is {number}, not a finite number"}
+
+
+def _described(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
+
+
+def _private_input() -> BinaryIO:
+    """What was standard input; a function that reads it finds its end instead of the requests."""
+    channel = os.dup(sys.stdin.fileno())
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    return os.fdopen(channel, "rb")
 
 
 def _private_output() -> Callable[[Any], None]:

@@ -9,6 +9,7 @@ any thread. Results come back one by one and in order, hence a killed worker cos
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import math
@@ -41,7 +42,8 @@ class WorkerProgram:
     """What the workers of a pool run: `path` TIMEOUT_S MEMORY_BYTES and `arguments`.
 
     It says `"ready"`, then answers each JSON line of its input by one line: a number (or true, false), or an object
-    whose `error` says why there is none.
+    whose `error` says why there is none. `"full"` says that it ends now because it has grown too large, and that the
+    requests it has not answered are for another.
     """
 
     path: Path
@@ -132,7 +134,7 @@ class WorkerPool:
             self._count_failed_start(worker, f"exit code {code}")
         elif code == -signal.SIGALRM and worker.in_flight:  # its own alarm was quicker than the deadline here
             batch.settle(worker.in_flight.popleft(), "timeout")
-        elif code != 0 and worker.in_flight:  # 0: a worker that has grown too large and makes room
+        elif not worker.full and worker.in_flight:  # whatever the code: what it runs may have called exit(0)
             _logger.warning("a reward worker died (exit code %d) while grading: %s", code, worker.last_words())
             batch.blame(worker.in_flight[0])
         batch.put_back(worker.in_flight)
@@ -204,12 +206,16 @@ class _Worker:
 
     def __init__(self, command: list[str], timeout_s: float) -> None:
         self.ready = False
+        self.full = False
+        """Whether it has said that it makes room for another."""
         self.in_flight: deque[int] = deque()
         self.deadline = time.monotonic() + _START_LIMIT_S
         """Monotonic time at which it is to be killed; infinite while it has nothing to do."""
         self._timeout_s = timeout_s
         self._unread = b""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill; a pipe nobody reads would block it
+        # What follows a `truncate` begins at the new end.
+        fcntl.fcntl(self._stderr, fcntl.F_SETFL, fcntl.fcntl(self._stderr, fcntl.F_GETFL) | os.O_APPEND)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -246,25 +252,34 @@ class _Worker:
             reply = json.loads(line)
             if reply == "ready":
                 self.ready = True
+            elif reply == "full":
+                self.full = True
             else:
                 batch.take(self.in_flight.popleft(), reply)
             self.deadline = time.monotonic() + self._timeout_s if self.in_flight else math.inf
+        if os.fstat(self._stderr.fileno()).st_size > _STDERR_BYTES:  # what it runs may print with every answer
+            self._stderr.truncate(0)
         return bool(data)
 
     def reap(self) -> int:
         """Exit code of a worker whose output has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_REAP_S)
-        self._process.kill()
+        self._kill_group()
         return self._process.wait()
 
     def kill(self) -> None:
-        self._process.kill()
+        self._kill_group()
         self._process.wait()
         self.output.close()
         with contextlib.suppress(BrokenPipeError):  # a request that never left the buffer
             self._input.close()
         self._stderr.close()
+
+    def _kill_group(self) -> None:
+        """The worker, and the processes that what it runs has started and not waited for."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
         """The end of what it wrote to standard error, on one line."""
@@ -281,3 +296,4 @@ _MAX_TOLD = 10
 _MAX_IN_FLIGHT = 4
 _PIPE_BYTES = 1 << 15  # half of what a Linux pipe holds
 _REAP_S = 5.0
+_STDERR_BYTES = 1 << 20

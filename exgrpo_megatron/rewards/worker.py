@@ -49,6 +49,7 @@ def main() -> None:
         if _address_space_bytes() > memory_bytes // 2:
             # The parser's tables only grow. At the limit Math-Verify would swallow every MemoryError and call all
             # answers wrong; a fresh worker takes over long before.
+            send("full")
             os._exit(0)
 
 

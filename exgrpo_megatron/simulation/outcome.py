@@ -113,9 +113,12 @@ def summary_table(found: dict[str, Any]) -> Table:
 
 
 def write_outcome(folder: Path, run: Simulated, found: dict[str, Any], assumptions: Assumptions, rates: str) -> None:
-    """`simulation.json`, `.csv` and `.png`, and recipe, metrics and history as a run has them, for `exgrpo report`."""
+    """`simulation.json`, `.csv` and `.png`, and recipe, metrics and history as a run has them, for `exgrpo report`.
+
+    The recipe comes last: without it a folder is nobody's run, and what was killed half-way can be written again.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / "recipe.yaml", dump_recipe(run.config))
+    (folder / "recipe.yaml").unlink(missing_ok=True)
     sink = JsonlSink(folder / "metrics.jsonl")
     sink.truncate_after(-1)
     for step in run.records:
@@ -129,6 +132,7 @@ def write_outcome(folder: Path, run: Simulated, found: dict[str, Any], assumptio
     replace_text(folder / "simulation.csv", _csv(run))
     figure = draw_outcome(run, folder.resolve().name)
     figure.savefig(folder / "simulation.png", dpi=100, format="png")
+    replace_text(folder / "recipe.yaml", dump_recipe(run.config))
 
 
 def draw_outcome(run: Simulated, name: str) -> Figure:

@@ -23,6 +23,8 @@ _FIRST_STEPS = 5
 _USUAL_CORRELATION, _LEAST_CORRELATION = 0.33, 1e-3
 """Of two answers to one question: where nothing says it, and at least (and at most 1 - this)."""
 _MOST_DISTINCT = 1000
+_MOST_ANSWERS = 100_000
+"""To one question, in a file of counts."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +173,22 @@ def _rates_of_counts(path: Path, rng: np.random.Generator) -> Rates:
     """True rates behind few answers: drawn from what a beta distribution, fitted to all counts, leaves possible for a
     question."""
     columns = ["num_correct", "num_answers"]
-    rows = [[float(row.text_or_number(name)) for name in columns] for row in read_rows(str(path), columns, "--rates")]
+    rows = [_counted(row) for row in read_rows(str(path), columns, "--rates")]
     right, total = np.array(rows, dtype=np.float64).T
     size = int(total.max())
     counts = np.bincount(right[total == size].astype(int), minlength=size + 1)
     a, b = fit_beta(np.arange(size + 1, dtype=np.float64), counts.astype(np.float64))
     return Rates(rng.beta(a + right, b + total - right), f"{path.name} ({size} answers a question)")
+
+
+def _counted(row: Row) -> tuple[int, int]:
+    right, total = row.values["num_correct"], row.values["num_answers"]
+    if type(right) is not int or type(total) is not int or not 0 <= right <= total or not 1 <= total <= _MOST_ANSWERS:
+        raise DataError(
+            f'{row.place}: "num_correct" and "num_answers" must be whole numbers, 0 <= num_correct <= num_answers and '
+            f"1 <= num_answers <= {_MOST_ANSWERS}, found {str(right)[:40]} and {str(total)[:40]}; correct the row"
+        )
+    return right, total
 
 
 def _rate(row: Row) -> float:
@@ -201,8 +213,8 @@ def _constant(numbers: list[float], questions: int, rng: np.random.Generator) ->
 
 def _beta(numbers: list[float], questions: int, rng: np.random.Generator) -> FloatArray:
     _check_count("beta", numbers, 2)
-    if min(numbers) <= 0:
-        raise ConfigError(f"--rates beta:{numbers[0]:g},{numbers[1]:g}: both must be above 0")
+    if not all(0 < number < np.inf for number in numbers):
+        raise ConfigError(f"--rates beta:{numbers[0]:g},{numbers[1]:g}: both must be above 0 and finite")
     return rng.beta(numbers[0], numbers[1], size=questions)
 
 

@@ -17,6 +17,11 @@ from exgrpo_megatron.recipe import load_recipe
 OWN_KEYS = ("logger.log_dir",)
 """Keys that a sweep sets for each run, beside those it sets to the seed."""
 
+MOST_SEEDS = 10_000
+"""In one range."""
+_LONGEST_NAME = 200
+"""Characters of an arm's folder."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -72,7 +77,10 @@ def parse_seeds(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if match is None:
             raise ConfigError(f"--seeds {text!r}: {part!r} is neither a seed nor a range of them; write 1,2,3 or 1-6")
-        seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last - first >= MOST_SEEDS:
+            raise ConfigError(f"--seeds {text!r}: {part!r} are more than {MOST_SEEDS} seeds")
+        seeds += range(first, last + 1)
     twice = [seed for seed, count in Counter(seeds).items() if count > 1]
     if twice or not seeds:
         raise ConfigError(f"--seeds {text!r}: {f'{twice[0]} stands there twice' if twice else 'a range without seeds'}")
@@ -167,6 +175,11 @@ def _check_once(overrides: Iterable[str]) -> None:
 
 def _check_apart(arms: Sequence[Arm]) -> None:
     for folder, count in Counter(arm.folder for arm in arms).items():
+        # `..` would be a folder beside that of the sweep.
+        if not folder.strip(".") or len(folder.encode()) > _LONGEST_NAME:
+            raise ConfigError(
+                f"an arm called {folder[:60]!r}: no name for a folder; give it one, as NAME=FILE or --arm 'NAME: ...'"
+            )
         if count > 1:
             raise ConfigError(
                 f"{count} arms would be called {folder}: give them different names, as NAME=FILE or --arm 'NAME: ...'"

@@ -84,3 +84,15 @@ def test_a_step_of_the_paper_s_batch_takes_sixteen_kilobytes(path):
     size = path.with_name("one").stat().st_size
     assert json.loads(path.with_name("one").read_text())["step"] == 1000
     assert size < 18_000, size
+
+
+def test_any_changed_bit_of_a_line_is_found(tmp_path):
+    path = tmp_path / "history.jsonl"
+    HistoryWriter(path).write(3, [Event("q", "tried", count=2, of=4), Event("q", "stored", answer=17)])
+    sound = path.read_bytes()
+    for place in range(len(sound) - 1):  # without the newline that ends it, a line is one that is being written
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        with pytest.raises(DataError, match="line 1"):
+            list(read_history(path))
+    path.write_bytes(b'{"step":3,"questions":{"q":[["stored",17]]}}\n')  # as earlier versions wrote it
+    assert list(read_history(path)) == [(3, [Event("q", "stored", answer=17)])]

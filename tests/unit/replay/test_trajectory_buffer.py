@@ -338,3 +338,22 @@ def test_settings_out_of_range_are_refused_by_name(options):
 def test_a_sample_that_makes_no_sense_is_refused_by_name(options):
     with pytest.raises(ValueError, match=list(options)[-1]):
         five().sample(**{"size": 2, **options})
+
+
+@pytest.mark.parametrize(
+    "change", [{"policy_version": 2**63}, {"question_id": "\ud800"}, {"question_id": "x" * 2**16}], ids=list("abc")
+)
+def test_what_no_record_can_hold_is_refused_before_anything_is_taken_in(change):
+    buffer = TrajectoryBuffer()
+    good = {"question_id": "q", "token_ids": [1], "logprobs": [-1.0], "reward": 1.0}
+    with pytest.raises(ValueError, match="trajectory 1"):
+        buffer.add([good, {**good, **change}])
+    assert len(buffer) == 0
+
+
+def test_a_saved_buffer_with_settings_changed_by_hand_is_refused(tmp_path):
+    TrajectoryBuffer().save(tmp_path / "saved")
+    path = tmp_path / "saved" / "buffer.json"
+    path.write_text(path.read_text().replace('"max_size"', '"most"'))
+    with pytest.raises(CheckpointError, match="its settings are none of a buffer"):
+        TrajectoryBuffer.load(tmp_path / "saved")

@@ -1,6 +1,8 @@
 """Rewards by a function of the user's: what it gets, what becomes of what it gives, and of what goes wrong in it."""
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from exgrpo_megatron.rewards.function import FunctionVerifier, check_reward_func
 from exgrpo_megatron.rewards.verifier import Verdict
 
 REWARDS = """
-import os, time
+import os, subprocess, sys, time
 
 def reward(question, response, answer):
     print("seen by nobody")
@@ -26,6 +28,20 @@ def reward(question, response, answer):
         raise RuntimeError(f"no reward for {question}")
     if response == "nan":
         return float("nan")
+    if response == "exits":
+        sys.exit(0)
+    if response == "exits at once":
+        os._exit(0)
+    if response == "reads":
+        return sys.stdin.read() == ""
+    if response == "prints":
+        print("x" * 2**21)
+    if response == "raises much":
+        raise RuntimeError("x" * 2**20)
+    if response == "starts another":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(answer, "w").write(str(child.pid))
+        child.wait()
     if response == "pid":
         return os.getpid()
     return len(response) / len(answer)
@@ -42,6 +58,8 @@ odd, number = Odd(), 3
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "my_rewards.py").write_text(REWARDS)
+    (folder / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "ends_at_once.py").write_text("import os\nos._exit(0)\n")
     return folder
 
 
@@ -93,6 +111,38 @@ def test_what_goes_wrong_in_the_function_is_counted_and_said(
     assert "the reward is nan, not a finite number" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["exits", "exits at once"])
+def test_a_function_that_ends_its_process_costs_its_own_answer_alone(verifier: FunctionVerifier, how: str) -> None:
+    """Exit code 0 included: such an answer must not be asked for again and again."""
+    verdicts = verifier.grade([("a", "ab", how), (how, "ab", how), ("ab", "ab", how)])
+    assert verdicts == [Verdict(0.5, "wrong"), Verdict(0.0, "error"), Verdict(1.0, "correct")]
+
+
+def test_a_function_that_reads_standard_input_finds_it_empty_and_takes_no_answers_away(
+    verifier: FunctionVerifier,
+) -> None:
+    verdicts = verifier.grade([("reads", "x", "q"), ("a", "ab", "r"), ("ab", "ab", "r")])
+    assert verdicts == [Verdict(1.0, "correct"), Verdict(0.5, "wrong"), Verdict(1.0, "correct")]
+
+
+def test_what_a_function_prints_does_not_pile_up_and_long_errors_are_cut(
+    verifier: FunctionVerifier, caplog: pytest.LogCaptureFixture
+) -> None:
+    verifier.grade([("prints", "a" * 6, "q"), ("raises much", "a", "q")])
+    kept = [worker._stderr.seek(0, os.SEEK_END) for worker in verifier._pool._workers]
+    assert max(kept) < 2**20
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+
+
+def test_processes_that_a_function_has_started_end_with_it(verifier: FunctionVerifier, tmp_path: Path) -> None:
+    assert verifier.grade([("starts another", str(tmp_path / "pid"), "q")])[0].status == "timeout"
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_an_answer_is_graded_once_while_it_is_remembered(
     verifier: FunctionVerifier, new_children: Callable[[], list[psutil.Process]]
 ) -> None:
@@ -117,8 +167,10 @@ def test_an_answer_without_its_question_is_refused(verifier: FunctionVerifier) -
     ("name", "text"),
     [
         ("my_reward:reward", "No module named 'my_reward'"),
-        ("my_rewards:missing", "my_rewards has no function 'missing'"),
-        ("my_rewards:number", "my_rewards has no function 'number'"),
+        ("ends:reward", "cannot import ends: SystemExit: 0"),
+        ("ends_at_once:reward", "exit code 0"),
+        ("my_rewards:missing", "my_rewards.py) has no function 'missing'"),
+        ("my_rewards:number", "my_rewards.py) has no function 'number'"),
     ],
 )
 @pytest.mark.usefixtures("here")

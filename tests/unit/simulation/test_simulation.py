@@ -240,3 +240,13 @@ def test_replay_steps_are_simulated_by_the_trainer_itself():
     assert column(run, "replay_step/answers") == column(run, "experience/buffer_questions")
     assert run.records[-1]["replay_step/mean_weight"] == pytest.approx(0.5, abs=0.1)
     assert run.records[-1]["budget/stored_answers"] == sum(column(run, "replay_step/answers"))
+
+
+@pytest.mark.parametrize("counts", [("x", 8), (9, 8), (0, 0), (-1, 8), (1.5, 8), (1, 10**30)])
+def test_counts_that_are_none_are_refused_with_their_line(tmp_path, counts):
+    path = tmp_path / "own.pass_rates.jsonl"
+    path.write_text(json.dumps({"num_correct": counts[0], "num_answers": counts[1]}) + "\n")
+    with pytest.raises(DataError, match=r"line 1.*0 <= num_correct <= num_answers"):
+        find_rates(str(path), 1, np.random.default_rng(0))
+    with pytest.raises(ConfigError, match="above 0 and finite"):
+        find_rates("beta:nan,1", 1, np.random.default_rng(0))

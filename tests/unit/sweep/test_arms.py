@@ -114,3 +114,14 @@ def test_what_a_sweep_sets_itself_and_what_no_recipe_has_is_refused(recipe, tmp_
     arms = make_arms([str(recipe)], [], [], [override])
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         make_runs(arms, [1], ["grpo.seed"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "x" * 300])
+def test_an_arm_that_cannot_be_a_folder_of_the_sweep_is_refused(name):
+    with pytest.raises(ConfigError, match="no name for a folder"):
+        make_arms(["recipes/quickstart.yaml"], [f"{name}: experience.replay_ratio=0.1"], [])
+
+
+def test_a_range_of_seeds_beyond_all_measure_is_refused():
+    with pytest.raises(ConfigError, match="more than 10000 seeds"):
+        parse_seeds("1-99999999999")

@@ -15,6 +15,8 @@ from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.files import read_summary
 from exgrpo_megatron.experience.manifest import read_manifest
 from exgrpo_megatron.experience.stats_file import STATS_FILE
+from exgrpo_megatron.experience_tools.sources import find_source
+from exgrpo_megatron.experience_tools.verify import verify
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.policy import distributed
 
@@ -408,3 +410,85 @@ def test_a_model_with_another_vocabulary_is_refused_by_name(exgrpo, run, tmp_pat
     assert f"{other} has another vocabulary" in err
     assert "embedded:chain-qwen2" in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (json.dumps({**ROW, "question_id": "\ud800"}), "half of a surrogate pair"),
+        ("[" * 100_000, "not JSON (maximum recursion depth"),
+        (json.dumps({**ROW, "logprobs": [-1e39] * len(ROW["logprobs"])}), "is -inf"),
+        (json.dumps({**ROW, "group_size": 2**30}), "`group_size` 1073741824 is above 10000"),
+        (json.dumps({**ROW, "bucket": "x" * 1000}), "whole number from 0 on, found 'xxx"),
+    ],
+)
+def test_hostile_rows_are_refused_by_a_short_message(exgrpo, tmp_path, line, text):
+    (tmp_path / "mine.jsonl").write_text(line + "\n")
+    code, _, err = exgrpo("import", tmp_path / "mine.jsonl", "--out", tmp_path / "out")
+    assert (code, text in err, len(err) < 500 + len(str(tmp_path))) == (2, True, True), err
+
+
+def test_places_of_other_peoples_rows_are_not_relied_on(exgrpo, tmp_path):
+    (tmp_path / "mine.jsonl").write_text(json.dumps({**ROW, "position": "first", "answer_index": [1]}) + "\n")
+    assert json.loads(exgrpo("stats", tmp_path / "mine.jsonl", "--json")[1])["answers"] == 1
+
+
+def test_parquet_with_two_columns_of_a_name_or_an_odd_group_size_is_refused(exgrpo, tmp_path):
+    columns = [pa.array(["a"]), pa.array([[1]]), pa.array([[-1.0]]), pa.array(["b"])]
+    names = ["question_id", "token_ids", "logprobs", "question_id"]
+    pq.write_table(pa.table(columns, names=names), tmp_path / "two.parquet")
+    code, _, err = exgrpo("import", tmp_path / "two.parquet", "--out", tmp_path / "out", "--group-size", 4)
+    assert (code, "two columns are called `question_id`" in err) == (2, True), err
+    odd = pa.table(columns[:3], names=names[:3]).replace_schema_metadata({b"exgrpo.group_size": b"2000000000"})
+    pq.write_table(odd, tmp_path / "odd.parquet")
+    code, _, err = exgrpo("stats", tmp_path / "odd.parquet")
+    assert (code, "its group size is b'2000000000', not 2 to 10000" in err) == (2, True), err
+
+
+def test_folders_beside_what_is_written_are_left_alone_and_bad_targets_named(exgrpo, tmp_path):
+    (tmp_path / "mine.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "out.incomplete").mkdir()
+    assert exgrpo("import", tmp_path / "mine.jsonl", "--out", tmp_path / "out")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.jsonl", "out", "out.incomplete"]
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for out in (tmp_path / "mine.jsonl" / "sub", tmp_path / ("n" * 300), tmp_path / "link"):
+        code, _, err = exgrpo("import", tmp_path / "mine.jsonl", "--out", out)
+        assert (code, "--out" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("to", ["parquet", "jsonl"])
+def test_any_changed_bit_of_an_export_is_found(exgrpo, run, tmp_path, to):
+    exgrpo("export", run, "--out", tmp_path / "out", "--to", to)
+    source, rng = find_source(tmp_path / "out"), np.random.default_rng(1)
+    assert not verify(source).faults
+    for path in sorted((tmp_path / "out").iterdir()):
+        for place in rng.integers(path.stat().st_size, size=12).tolist():
+            sound = path.read_bytes()
+            data = bytearray(sound)
+            data[place] ^= 1 << int(rng.integers(8))
+            path.write_bytes(data)
+            assert verify(source).faults, f"{path.name}, byte {place}"
+            path.write_bytes(sound)
+
+
+def test_damage_between_whole_records_of_a_live_run_is_no_half_written_end(run, tmp_path):
+    segment = next((checkpoint(run) / "experience" / "segments").glob("*.seg"))
+    live = tmp_path / "live" / "rank-00000"
+    live.mkdir(parents=True)
+    data = bytearray(segment.read_bytes())
+    data[16 + 5] ^= 64  # the length in the header of the first record, behind the 16 bytes that begin a segment
+    (live / "segment-000000.seg").write_bytes(data)
+    faults = verify(find_source(live.parent)).faults
+    assert len(faults) == 1
+    assert "byte 16 to" in faults[0]
+    (live / "segment-000000.seg").write_bytes(segment.read_bytes()[:-3])
+    found = verify(find_source(live.parent))
+    assert (found.faults, len(found.notes)) == ([], 1)
+
+
+def test_a_file_of_the_experience_without_a_checksum_of_the_checkpoint_is_named(exgrpo, run):
+    digests = checkpoint(run) / "files.json"
+    digests.write_text(digests.read_text().replace("experience/index", "experience/jndex"))
+    code, out, _ = exgrpo("verify", run)
+    assert code == 1
+    assert "files.json: has no SHA-256 of experience/index-00000-of-00001.parquet" in out
