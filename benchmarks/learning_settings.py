@@ -138,6 +138,7 @@ ARITHMETIC = [
     Setting("arithmetic", "replay step", "quickstart.yaml", (*_CHAINS, *_CHAIN_STEP), 3072),
     Setting("arithmetic", "GRPO B8 K8, lr 5e-5", "quickstart_grpo.yaml", _CHAINS, 3072),
     Setting("arithmetic", "GRPO B8 K8, lr 1e-4", "quickstart_grpo.yaml", batch(8, 8, 1e-4), 3072),
+    Setting("arithmetic", "replay step, lr 1e-4", "quickstart.yaml", (*batch(8, 8, 1e-4), *_CHAIN_STEP), 3072),
     Setting("arithmetic", "corrected", "quickstart.yaml", (*_CHAINS, "loss_fn.entropy_coeff=0.001"), 3072),
     Setting("arithmetic", "code", "quickstart.yaml", (*_CHAINS, "variant=code", "loss_fn.entropy_coeff=0.001"), 3072),
     Setting("arithmetic", "GRPO B4 K8, lr 5e-5", "quickstart_grpo.yaml", batch(4, 8, 5e-5), 3072),
