@@ -22,7 +22,7 @@ from exgrpo_megatron.config import Config, DataSourceConfig, OptimizerConfig, Sc
 from exgrpo_megatron.data.demonstrations import Demonstrations
 from exgrpo_megatron.data.embedded_model import is_embedded, materialize
 from exgrpo_megatron.data.order import QuestionOrder
-from exgrpo_megatron.data.questions import QuestionSet, load_questions
+from exgrpo_megatron.data.questions import NO_QUESTIONS, QuestionSet, load_questions
 from exgrpo_megatron.data.sft import SFTBatches
 from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
 from exgrpo_megatron.errors import CheckpointError, ConfigError
@@ -67,8 +67,9 @@ class Inputs:
         return self.validation.questions if self.validation else ()
 
 
-def load_inputs(config: Config, comm: Communicator) -> Inputs:
-    """Model configuration, tokenizer and questions; raises ConfigError, DataError for what the user must change."""
+def load_inputs(config: Config, comm: Communicator, *, with_questions: bool = True) -> Inputs:
+    """Model configuration, tokenizer and, unless they are not wanted, questions; raises ConfigError, DataError for what
+    the user must change."""
     check_reward_function(config.env)
     model_dir = base_model(config, comm)
     architecture = read_architecture(model_dir)
@@ -90,6 +91,8 @@ def load_inputs(config: Config, comm: Communicator) -> Inputs:
         stop_token_ids=tuple(stop),
     )
     _check_stop_tokens(sampling, architecture)
+    if not with_questions:
+        return Inputs(model_dir, architecture, tokenizer, NO_QUESTIONS, None, sampling, None)
     train = load_questions(config.data.train, config.data, tokenizer, held_out=False)
     held_out = config.data.validation
     validation = load_questions(held_out, config.data, tokenizer, held_out=True) if held_out else None

@@ -79,7 +79,7 @@ def find_checkpoint(
 def evaluate_checkpoint(config: Config, inputs: Inputs, request: EvalRequest, comm: Communicator) -> Evaluation:
     """Pass rates of a run's checkpoint or of a Hugging Face folder."""
     questions = inputs.train.questions if request.questions is QuestionsOf.train else inputs.held_out
-    weights, actor = _weights(config, inputs, request, comm)
+    weights, actor = checkpoint_weights(config, inputs, request, comm)
     engine = build.build_engine(config, inputs, comm, weights)
     engine.load_weights(weights(), version=0)
     with closing(build.build_verifier(config)) as verifier:
@@ -93,11 +93,29 @@ def evaluate_checkpoint(config: Config, inputs: Inputs, request: EvalRequest, co
     return evaluation
 
 
+def checkpoint_weights(
+    config: Config, inputs: Inputs, request: EvalRequest, comm: Communicator
+) -> tuple[Callable[[], Iterable[tuple[str, Tensor]]], MegatronActor | None]:
+    """What gives the checkpoint's weights, as often as it is called; the actor that has them, if it was made."""
+    checkpoint = request.checkpoint
+    if _is_hf(checkpoint):
+        build.check_architecture(checkpoint, inputs)
+        if request.entropy:
+            actor = build.build_rl_actor(config, checkpoint, comm)
+            return actor.export_weights, actor
+        reader = build.HFReader(checkpoint)
+        return lambda: ((name, reader.get(name)) for name in in_groups(reader.names())), None
+    actor = build.build_rl_actor(config, inputs.model_dir, comm)
+    checkpoint_store(config, comm).verify(checkpoint)
+    actor.load(checkpoint / "policy")
+    return actor.export_weights, actor
+
+
 def write_evaluation(config: Config, evaluation: Evaluation, request: EvalRequest) -> WrittenEvaluation:
     """Metrics as `<log_dir>/eval/<checkpoint>.json`; beside it as JSONL every graded answer, and the pass rate of every
     question. Those of training questions have `-train` in their names."""
     folder = writable_folder(Path(config.logger.log_dir) / "eval", "logger.log_dir")
-    name = _name(request.checkpoint.resolve(), Path(config.logger.log_dir).resolve())
+    name = evaluation_name(config, request.checkpoint)
     if request.questions is QuestionsOf.train:
         name += "-train"
     sampled = [row for row in evaluation.answers if row["mode"] == "t1"]
@@ -127,6 +145,11 @@ def write_evaluation(config: Config, evaluation: Evaluation, request: EvalReques
     return written
 
 
+def evaluation_name(config: Config, checkpoint: Path) -> str:
+    """What the files of a checkpoint's evaluations are called."""
+    return _name(checkpoint.resolve(), Path(config.logger.log_dir).resolve())
+
+
 def _add_entropies(
     evaluation: Evaluation, questions: Sequence[Question], actor: MegatronActor, comm: Communicator, temperature: float
 ) -> None:
@@ -141,24 +164,6 @@ def _add_entropies(
     for (row, _), scored in zip(sampled, score_by_all(actor, comm, pairs, temperature), strict=True):
         row["mean_entropy"] = float(np.mean(scored.entropies, dtype=np.float64))
         row["mean_logprob"] = float(np.mean(scored.logprobs, dtype=np.float64))
-
-
-def _weights(
-    config: Config, inputs: Inputs, request: EvalRequest, comm: Communicator
-) -> tuple[Callable[[], Iterable[tuple[str, Tensor]]], MegatronActor | None]:
-    """What gives the checkpoint's weights, as often as it is called; the actor that has them, if it was made."""
-    checkpoint = request.checkpoint
-    if _is_hf(checkpoint):
-        build.check_architecture(checkpoint, inputs)
-        if request.entropy:
-            actor = build.build_rl_actor(config, checkpoint, comm)
-            return actor.export_weights, actor
-        reader = build.HFReader(checkpoint)
-        return lambda: ((name, reader.get(name)) for name in in_groups(reader.names())), None
-    actor = build.build_rl_actor(config, inputs.model_dir, comm)
-    checkpoint_store(config, comm).verify(checkpoint)
-    actor.load(checkpoint / "policy")
-    return actor.export_weights, actor
 
 
 def _is_hf(folder: Path) -> bool:

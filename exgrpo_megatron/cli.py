@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -118,15 +119,25 @@ def evaluate(
         Path | None, typer.Option(help="A run's checkpoint folder or a Hugging Face folder.", show_default=False)
     ] = None,
     questions: Annotated[
-        QuestionsOf, typer.Option(help="train: to choose questions by pass rate, data.train.pass_rates_path.")
-    ] = QuestionsOf.validation,
+        QuestionsOf | None,
+        typer.Option(
+            help="sets: those of eval.sets. train: to choose questions by pass rate, data.train.pass_rates_path. "
+            "Default: sets where the recipe has some, else validation",
+            show_default=False,
+        ),
+    ] = None,
     entropy: Annotated[
         bool,
         typer.Option("--entropy", help="Also the token entropy of right and wrong answers, by band of pass rates."),
     ] = False,
 ) -> None:
-    """Pass rates of a checkpoint (default: the newest of the recipe's run), over all questions and of each."""
+    """Pass rates of a checkpoint (default: the newest of the recipe's run), over all questions and of each. On sets,
+    run it again to resume."""
     config = load_recipe(recipe, overrides or [])
+    questions = questions or (QuestionsOf.sets if config.eval.sets else QuestionsOf.validation)
+    if questions is QuestionsOf.sets:
+        _evaluate_sets(config, checkpoint, entropy)
+        return
     with process_group(config) as comm:
         from exgrpo_megatron import build, checkpoint_evaluation  # noqa: PLC0415
         from exgrpo_megatron.report.tables import evaluation_table  # noqa: PLC0415
@@ -147,6 +158,17 @@ def evaluate(
             if written.report is not None:
                 console.print("", written.report.table(), sep="\n")
             say(comm, written.describe(found))
+
+
+def _evaluate_sets(config: Config, checkpoint: Path | None, entropy: bool) -> None:
+    with process_group(config) as comm:
+        from exgrpo_megatron import checkpoint_evaluation  # noqa: PLC0415
+        from exgrpo_megatron.set_evaluation.run import check_sets, evaluate_sets  # noqa: PLC0415
+
+        check_sets(config, entropy=entropy)
+        found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm, QuestionsOf.sets)
+        written = evaluate_sets(config, EvalRequest(found, QuestionsOf.sets), comm, partial(say, comm))
+        say(comm, written.describe())
 
 
 @app.command()

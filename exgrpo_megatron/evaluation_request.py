@@ -12,6 +12,8 @@ class QuestionsOf(StrEnum):
 
     validation = "validation"
     train = "train"
+    sets = "sets"
+    """Those of `eval.sets`."""
 
 
 @dataclass(frozen=True)

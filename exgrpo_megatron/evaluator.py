@@ -53,9 +53,9 @@ class Evaluator:
         The samples depend on eval.seed and the weights only, so two evaluations of one model are equal.
         """
         config = self.config
-        graded = self._graded("t1", config.temperature, config.num_tests_per_prompt)
+        graded = self.graded("t1", config.temperature, config.num_tests_per_prompt)
         if config.greedy:
-            graded += self._graded("greedy", 0.0, 1)
+            graded += self.graded("greedy", 0.0, 1)
         rows = [row for row, _ in graded]
         sampled = [row for row in rows if row["mode"] == "t1"]
         return Evaluation(
@@ -69,15 +69,16 @@ class Evaluator:
             token_ids=[token_ids for _, token_ids in graded],
         )
 
-    def _graded(self, mode: str, temperature: float, samples: int) -> list[tuple[dict[str, object], TokenIds]]:
-        """A row and its tokens an answer, question by question; each process samples and grades its part."""
+    def graded(self, mode: str, temperature: float, samples: int) -> list[tuple[dict[str, object], TokenIds]]:
+        """A row and its tokens an answer, question by question; each process samples and grades its part. Temperature
+        0 is greedy."""
         comm = self.comm
         mine = list(range(comm.rank, len(self.questions), comm.size))
         sampling = SamplingParams(self.sampling.max_new_tokens, temperature, self.sampling.stop_token_ids)
         requests = [
             SampleRequest(
                 self.questions[i].prompt_ids,
-                tuple(stable_seed(self.config.seed, self.questions[i].id, index) for index in range(samples)),
+                tuple(sample_seed(self.config.seed, self.questions[i].id, index) for index in range(samples)),
             )
             for i in mine
         ]
@@ -98,6 +99,11 @@ class Evaluator:
             (i, (_row(mode, self.questions[i], response, text, verdict), response.token_ids))
             for (i, response), text, verdict in zip(pairs, texts, verdicts, strict=True)
         ]
+
+
+def sample_seed(seed: int, question_id: str, index: int) -> int:
+    """Of a question's answer `index` in every evaluation with eval.seed = `seed`."""
+    return stable_seed(seed, question_id, index)
 
 
 def _row(mode: str, question: Question, response: SampledResponse, text: str, verdict: Verdict) -> dict[str, object]:

@@ -351,7 +351,8 @@ def _walk(section: type[BaseModel], prefix: str, defaults: BaseModel | None = No
         nested = _nested_section(field)
         default = field.default if defaults is None else getattr(defaults, name)
         if nested is not None:
-            yield from _walk(nested, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None)
+            by_name = "<name>." if get_origin(field.annotation) is dict else ""
+            yield from _walk(nested, f"{prefix}{name}.{by_name}", default if isinstance(default, BaseModel) else None)
         else:
             extra = field.json_schema_extra
             unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""

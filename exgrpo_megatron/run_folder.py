@@ -89,15 +89,15 @@ def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
         _check_apart(*folders.values())
     if config.experience.enabled and config.experience.store_dir:
         folders["experience.store_dir"] = Path(config.experience.store_dir)
-    locked: set[Path] = set()
+    held: set[Path] = set()
     with ExitStack() as stack:
         # Nobody may go on where the lock is another run's: each process deletes what it takes for left over.
         with together(comm):
             for key, path in folders.items():
                 writable_folder(path, key)
-                if comm.is_main and path.resolve() not in locked:
-                    stack.enter_context(_locked(path, key))
-                    locked.add(path.resolve())
+                if comm.is_main and path.resolve() not in held:
+                    stack.enter_context(locked(path, key))
+                    held.add(path.resolve())
         yield RunFolder(config)
 
 
@@ -140,7 +140,8 @@ def _check_apart(log_dir: Path, checkpoint_dir: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, key: str) -> Iterator[None]:
+def locked(path: Path, key: str) -> Iterator[None]:
+    """A folder locked against a second process; raises ConfigError naming `key` where it is locked already."""
     with (path / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

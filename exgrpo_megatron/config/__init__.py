@@ -11,6 +11,7 @@ from exgrpo_megatron.config.alarms import AlarmsConfig
 from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
+from exgrpo_megatron.config.eval_sets import EvalGroup, EvalSetConfig
 from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
 from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
 from exgrpo_megatron.config.megatron import (
@@ -85,6 +86,8 @@ __all__ = [
     "EntropyBonus",
     "EnvConfig",
     "EvalConfig",
+    "EvalGroup",
+    "EvalSetConfig",
     "Eviction",
     "ExperienceConfig",
     "Fp8Config",

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from exgrpo_megatron.config.data import DataSourceConfig
+from exgrpo_megatron.config.eval_sets import EvalSetConfig
 from exgrpo_megatron.config.megatron import OptimizerConfig, SchedulerConfig
 from exgrpo_megatron.config.section import Count, Name, PositiveInt, Section, Seed, Share, Temperature, key
 
@@ -128,7 +129,30 @@ class EvalConfig(Section):
     num_tests_per_prompt: PositiveInt = key(1, "samples a question at eval.temperature", "answers")
     temperature: Temperature = key(1.0, "temperature of the sampled pass rate")
     greedy: bool = key(True, "also measure greedy decoding")
-    seed: Seed = key(123, "seed of the samples")
+    seed: Seed = key(123, "seed of the samples, and for sets of shuffled choices and bootstrap intervals")
+    sets: dict[str, EvalSetConfig] = key({}, "question sets of `exgrpo eval` by name (docs/evaluation.md)")
+    save_every: PositiveInt = key(
+        1024, "an evaluation of sets writes its answers down after this many, whole questions at a time", "answers"
+    )
+    bootstrap_samples: PositiveInt = key(2000, "resamples of the questions of a set for its 95% intervals", "resamples")
+
+    @field_validator("sets")
+    @classmethod
+    def _sets_name_files(cls, value: dict[str, EvalSetConfig]) -> dict[str, EvalSetConfig]:
+        for name in value:
+            if not _SET_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a set: letters, digits, _, - and . after the first")
+        if len({name.casefold() for name in value}) < len(value):
+            raise ValueError(f"{sorted(value)}: two names of sets differ in case alone, and so would their files")
+        return value
+
+    def temperature_of(self, name: str) -> float:
+        """Sampling temperature of a set; 0: greedy."""
+        given = self.sets[name].temperature
+        return self.temperature if given is None else given
+
+
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class CheckpointConfig(Section):

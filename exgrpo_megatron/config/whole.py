@@ -112,8 +112,9 @@ class Config(Section):
         for name, temperature in (
             ("policy.generation.temperature", generation.temperature),
             ("eval.temperature", self.eval.temperature),
+            *((f"eval.sets.{name}.temperature", self.eval.temperature_of(name)) for name in self.eval.sets),
         ):
-            if temperature < MIN_VLLM_TEMPERATURE:
+            if 0 < temperature < MIN_VLLM_TEMPERATURE:
                 raise ValueError(
                     f"{name} = {temperature}: policy.generation.backend = 'vllm' samples at {MIN_VLLM_TEMPERATURE} "
                     "instead of anything lower; raise it, or use the embedded engine"

@@ -67,6 +67,10 @@ class QuestionSet:
         }
 
 
+NO_QUESTIONS = QuestionSet((), "", "", (), (), 0)
+"""Of a command that reads none."""
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -94,7 +98,7 @@ def load_questions(
     """
     check_prompt_texts(data, tokenizer)
     key = "data.validation" if held_out else "data.train"
-    collected = _Collected(data, tokenizer, _pass_rate_filter(source, key))
+    collected = CollectedQuestions(data, tokenizer, _pass_rate_filter(source, key))
     for entry in _entries(source, key, held_out):
         collected.add(entry)
         if len(collected.questions) == source.max_questions:
@@ -131,7 +135,7 @@ def check_prompt_texts(data: DataConfig, tokenizer: PromptTokenizer) -> None:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """A question before it is rendered."""
 
     id: str
@@ -142,7 +146,7 @@ class _Entry:
 
 
 @dataclass
-class _Collected:
+class CollectedQuestions:
     """The questions so far."""
 
     data: DataConfig
@@ -154,10 +158,10 @@ class _Collected:
     unwritable: list[str] = field(default_factory=list)
     of_another_rate: list[str] = field(default_factory=list)
     num_duplicates: int = 0
-    by_id: dict[str, _Entry] = field(default_factory=dict)
-    by_text: dict[str, _Entry] = field(default_factory=dict)
+    by_id: dict[str, Entry] = field(default_factory=dict)
+    by_text: dict[str, Entry] = field(default_factory=dict)
 
-    def add(self, entry: _Entry) -> None:
+    def add(self, entry: Entry) -> None:
         if self._is_duplicate(entry):
             self.num_duplicates += 1
             return
@@ -193,7 +197,7 @@ class _Collected:
             dropped_by_pass_rate=tuple(self.of_another_rate),
         )
 
-    def _is_duplicate(self, entry: _Entry) -> bool:
+    def _is_duplicate(self, entry: Entry) -> bool:
         """True where the same question and answer are there; DataError where they contradict each other."""
         same_text, same_id = self.by_text.get(entry.text), self.by_id.get(entry.id)
         if same_text is not None and same_text.answer != entry.answer:
@@ -227,14 +231,14 @@ def _pass_rate_filter(source: DataSourceConfig, key: str) -> Callable[[str], boo
     return has
 
 
-def _entries(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[_Entry]:
+def _entries(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[Entry]:
     if source.path is None:
         for made in _generated(source, key, held_out):
-            yield _Entry(made.text, made.text, made.answer, made.category, f"generated question {made.text}")
+            yield Entry(made.text, made.text, made.answer, made.category, f"generated question {made.text}")
         return
     optional = [column for column in (source.id_key, source.category_key) if column is not None]
     for row in read_rows(source.path, [source.question_key, source.answer_key, *optional], f"{key}.path"):
-        yield _entry_of_row(row, source)
+        yield entry_of_row(row, source)
 
 
 def _generated(source: DataSourceConfig, key: str, held_out: bool) -> list[TaskQuestion]:
@@ -244,13 +248,13 @@ def _generated(source: DataSourceConfig, key: str, held_out: bool) -> list[TaskQ
         raise DataError(f"{key}: {error}") from error
 
 
-def _entry_of_row(row: Row, source: DataSourceConfig) -> _Entry:
+def entry_of_row(row: Row, source: DataSourceConfig) -> Entry:
     text = row.text(source.question_key)
     category = None if source.category_key is None else row.text_or_number(source.category_key)
     given_id = None if source.id_key is None else row.text_or_number(source.id_key)
     if given_id is not None:
         _check_id(given_id, row.place)
-    return _Entry(
+    return Entry(
         given_id or hashlib.sha256(text.encode()).hexdigest()[:16], text, _gold_answer(row, source), category, row.place
     )
 
