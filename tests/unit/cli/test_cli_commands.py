@@ -1,6 +1,7 @@
 """What the commands do and show."""
 
 import io
+import hashlib
 import json
 import re
 import shutil
@@ -85,6 +86,19 @@ def test_a_checkpoint_and_its_export_evaluate_alike(exgrpo, trained):
     exgrpo("eval", "recipe.yaml", "--checkpoint", "run/hf")
     ours, exported = (trained / "run" / "eval" / f"{name}.answers.jsonl" for name in ("step_000002", "hf"))
     assert ours.read_text() == exported.read_text()
+
+
+def test_a_checkpoint_and_its_export_have_the_same_answers_to_a_set(exgrpo, trained):
+    sets = "eval.sets={sums: {path: held_out.jsonl, num_samples: 2}}"
+    for checkpoint in ("run/checkpoints/step_000002", "run/hf"):
+        result = exgrpo("eval", "recipe.yaml", sets, "--checkpoint", checkpoint)
+        assert result.code == 0, result.err
+    folders = [trained / "run" / "eval" / f"{name}-sets" for name in ("step_000002", "hf")]
+    ours, exported = ((folder / "sums.generations.jsonl").read_text() for folder in folders)
+    assert ours == exported
+    digests = [json.loads((folder / "sums.json").read_text())["identity"]["checkpoint"] for folder in folders]
+    assert digests[0] == hashlib.sha256((trained / "run/checkpoints/step_000002/files.json").read_bytes()).hexdigest()
+    assert digests[1] != digests[0]
 
 
 def test_eval_of_training_questions_measures_pass_rates_and_token_entropies(exgrpo, trained):
