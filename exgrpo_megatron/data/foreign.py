@@ -268,7 +268,7 @@ def _at(values: Mapping[str, Any], name: str | None) -> Any:
     """A column, or the field of one."""
     found: Any = values
     for part in name.split(".") if name else ():
-        found = found.get(part) if isinstance(found, Mapping) else None
+        found = found.get(part) if isinstance(found, dict) else None
     return found if name else None
 
 
@@ -277,7 +277,7 @@ def _messages(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, str):
         return [("user", value)]
     messages = value if isinstance(value, list) else []
-    return [(str(message.get("role")), message.get("content")) for message in messages if isinstance(message, Mapping)]
+    return [(str(message.get("role")), message.get("content")) for message in messages if isinstance(message, dict)]
 
 
 def _solution(value: Any) -> str | None:
@@ -287,7 +287,7 @@ def _solution(value: Any) -> str | None:
 
 
 def _ground_truth(reward_model: Any) -> str | None:
-    found = _at(reward_model, "ground_truth") if isinstance(reward_model, Mapping) else None
+    found = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if isinstance(found, list) and len(found) == 1:
         found = found[0]
     return _text(found)
@@ -299,8 +299,8 @@ def _verified(values: Mapping[str, Any]) -> bool | None:
     flags = [values[name] for name in ("correctness_math_verify", "correctness_llama") if values.get(name) is not None]
     if flags:
         valid.append(any(any(flag) for flag in flags if isinstance(flag, list)))
-    elif values.get("correctness_count") is not None:
-        valid.append(values["correctness_count"] > 0)
+    elif isinstance(count := values.get("correctness_count"), int | float):
+        valid.append(count > 0)
     return all(valid) if valid else None
 
 
