@@ -46,7 +46,11 @@ class Outputs:
         columns = ["id", "question", "answer"]
         columns += ["category"] * has_category + ["solution"] * has_solution
         self._train = _QuestionFile(out, columns)
-        self._held_out = _QuestionFile(held_out, columns) if held_out else None
+        try:
+            self._held_out = _QuestionFile(held_out, columns) if held_out else None
+        except UserError:
+            self._train.discard()
+            raise
         self._written: list[tuple[Path, Path]] = []
 
     def __enter__(self) -> Outputs:
