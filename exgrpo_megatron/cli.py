@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from exgrpo_megatron import __version__, experience_command, model_commands, planning_commands, result_commands
+from exgrpo_megatron import (
+    __version__,
+    data_command,
+    experience_command,
+    model_commands,
+    planning_commands,
+    result_commands,
+)
 from exgrpo_megatron.arguments import OverridesArgument, RecipeArgument
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.evaluation_request import EvalRequest, QuestionsOf
@@ -41,6 +48,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data_command.app, name="data")
 app.add_typer(experience_command.app, name="experience")
 
 

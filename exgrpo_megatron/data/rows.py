@@ -40,7 +40,7 @@ class Row:
     def text_or_number(self, column: str) -> str:
         """A text or number as text, without surrounding spaces; DataError where it is empty or anything else."""
         value = self.values[column]
-        text = value.strip() if isinstance(value, str) else _number_text(value)
+        text = value.strip() if isinstance(value, str) else number_text(value)
         if text is None:
             raise self._error(column, f"must be text or a number, found {_shown(value)}; correct the row")
         return self._checked(column, text)
@@ -150,7 +150,7 @@ def _check_columns(place: str, wanted: Sequence[str], present: Sequence[str]) ->
         )
 
 
-def _number_text(value: Any) -> str | None:
+def number_text(value: Any) -> str | None:
     """A number as people write it (12, not 12.0 or 1.2e1); None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
         return None

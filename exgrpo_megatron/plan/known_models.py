@@ -64,6 +64,18 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-Math-1.5B": _qwen2(
         1536, 8960, 28, 12, 2, vocab_size=151936, rope_theta=1e4, tie_word_embeddings=True, max_position_embeddings=4096
     ),
+    # The same with the changed config.json that recipes/qwen2.5_math_1.5b_1gpu.yaml asks for.
+    "models/Qwen2.5-Math-1.5B-16k": _qwen2(
+        1536,
+        8960,
+        28,
+        12,
+        2,
+        vocab_size=151936,
+        rope_theta=4e4,
+        tie_word_embeddings=True,
+        max_position_embeddings=16384,
+    ),
     "Qwen/Qwen2.5-Math-7B": _qwen2(*_QWEN25_7B, rope_theta=1e4, max_position_embeddings=4096),
     "Elliott/Qwen2.5-Math-7B-16k-think": _qwen2(*_QWEN25_7B, rope_theta=4e4, max_position_embeddings=16384),
     "Qwen/Qwen2.5-7B-Instruct": _qwen2(*_QWEN25_7B, max_position_embeddings=32768),

@@ -1,7 +1,7 @@
 """What the commands do and show."""
 
-import io
 import hashlib
+import io
 import json
 import re
 import shutil

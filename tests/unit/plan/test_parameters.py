@@ -19,6 +19,7 @@ PUBLISHED = {
     "embedded:chain-qwen2": 397_056,
     "embedded:symbols-qwen2": 226_080,
     "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
+    "models/Qwen2.5-Math-1.5B-16k": 1_543_714_304,  # of Qwen2.5-Math-1.5B: positions are no parameters
     "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
     "Elliott/Qwen2.5-Math-7B-16k-think": 7_615_616_512,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,

@@ -12,7 +12,12 @@ from exgrpo_megatron.recipe import load_recipe
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 # GPUs, and the most of one in docs/recipes.md, in GiB.
 MANY_GPUS = {
+    "qwen2.5_math_1.5b_1gpu": (1, 66),
+    "qwen2.5_math_1.5b_8gpu": (8, 67),
     "qwen2.5_math_7b_8gpu": (8, 72),
+    "qwen2.5_7b_instruct_8gpu": (8, 72),
+    "llama_3.1_8b_8gpu": (8, 70),
+    "llama_3.1_8b_instruct_8gpu": (8, 70),
     "llama_3.1_8b_16gpu": (16, 68),
     "qwen2.5_32b_32gpu": (32, 70),
     "llama_3.1_70b_64gpu": (64, 71),
@@ -41,10 +46,27 @@ def test_a_recipe_for_many_gpus_fits_into_80_gib(name):
     plan, (gpus, most) = planned(name), MANY_GPUS[name]
     assert plan.ranks.world_size == gpus
     assert round(max(max(plan.peaks(stage).values()) for stage in plan.stages) / GIB) == most
+    assert f"({most} GiB" in (RECIPES / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", MANY_GPUS)
+def test_a_recipe_for_many_gpus_says_all_commands_from_the_data_to_the_export(name):
+    gpus, _ = MANY_GPUS[name]
+    config = load_recipe(RECIPES / f"{name}.yaml")
     text = (RECIPES / f"{name}.yaml").read_text()
     nodes = f"--nnodes {gpus // 8} " if gpus > 8 else ""
-    assert f"torchrun {nodes}--nproc-per-node 8" in text
-    assert text.count(f"recipes/{name}.yaml") >= 2
+    assert f"torchrun {nodes}--nproc-per-node {min(gpus, 8)} " in text
+    assert config.data.validation is not None
+    for said in (
+        f"--out {config.data.train.path} ",
+        f"--held-out {config.data.validation.path}\n",
+        f"exgrpo show recipes/{name}.yaml --world-size {gpus}",
+        f"-m exgrpo_megatron train recipes/{name}.yaml",
+        f"-m exgrpo_megatron eval recipes/{name}.yaml --checkpoint {config.logger.log_dir}/hf",
+        f"exgrpo export {config.logger.log_dir} ",
+        config.policy.model_name,
+    ):
+        assert said in text.replace("\\\n#           ", "")
 
 
 @pytest.mark.parametrize("name", MANY_GPUS)
@@ -55,6 +77,16 @@ def test_their_batch_is_the_papers(name):
     assert (config.data.max_input_seq_length, config.policy.generation.max_new_tokens) == (1024, 8192)
     assert config.policy.megatron_cfg.optimizer.lr == 1e-6
     assert config.max_replayed_per_step == 64
+    # 0.35 as in the paper's main run, but no delay for the weakest model.
+    assert config.experience.start_pass_rate == (None if name == "llama_3.1_8b_8gpu" else 0.35)
+
+
+def test_the_prompt_of_the_base_model_asks_for_a_box():
+    config = load_recipe(RECIPES / "llama_3.1_8b_8gpu.yaml")
+    assert config.env.math.require_box
+    assert config.data.prompt_template.replace("{question}", "What is 1+1?") == (
+        "Question: What is 1+1?\nPut the final answer in \\boxed{}.\nAnswer: Let's think step by step.\n"
+    )
 
 
 @pytest.mark.parametrize(

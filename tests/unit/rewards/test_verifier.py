@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from exgrpo_megatron.config import MathEnvConfig
+from exgrpo_megatron.rewards.rules import is_literal
 from exgrpo_megatron.rewards.verifier import MathVerifier, Verdict
 
 Children = Callable[[], list[psutil.Process]]
@@ -63,6 +64,13 @@ def statuses(verdicts: list[Verdict]) -> list[str]:
 def test_verdicts_with_the_default_rules(verifier: MathVerifier, response: str, gold: str, status: str) -> None:
     expected = Verdict(reward=1.0 if status == "correct" else 0.0, status=status)  # type: ignore[arg-type]
     assert verifier.grade([(response, gold)]) == [expected]
+
+
+def test_plain_numbers_are_accepted_as_gold_answers_so_that_nobody_has_to_ask(verifier: MathVerifier) -> None:
+    # `exgrpo data prepare` does not ask about short texts that `is_literal` accepts.
+    numbers = ["0", "-0", "007", "+3", "1,000", "1{,}000", "12.50", ".5", "5%", "5\\%", "3/4", "-\\frac{3}{4}", "1/0"]
+    assert all(is_literal(number) for number in numbers)
+    assert verifier.check_gold(numbers) == []
 
 
 def test_without_the_box_rule_math_verify_searches_the_end_of_the_response() -> None:

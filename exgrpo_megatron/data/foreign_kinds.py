@@ -1,0 +1,23 @@
+"""Names of what foreign question files have; without the imports that reading them needs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class SourceFormat(StrEnum):
+    """What the columns of a file mean."""
+
+    openr1 = "openr1"
+    verl = "verl"
+    questions = "questions"
+
+
+class SolutionOf(StrEnum):
+    """Where the worked solution of a question is taken from."""
+
+    none = "none"
+    written = "written"
+    """The column `solution`: what people wrote."""
+    reasoning = "reasoning"
+    """The answer of the assistant in `messages` (OpenR1-Math) or `target` (verl files with demonstrations)."""
