@@ -37,7 +37,8 @@ def planned(name: str, *overrides: str) -> Plan:
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_loads_and_the_documentation_links_it(path):
-    load_recipe(path)
+    if path.parent.name != "evaluation":  # parts, put above the recipe of a model: test_paper_protocol.py
+        load_recipe(path)
     assert f"../recipes/{path.relative_to(RECIPES)}" in (RECIPES.parent / "docs" / "recipes.md").read_text()
 
 
