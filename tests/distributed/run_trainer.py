@@ -81,7 +81,7 @@ def main() -> None:
     counted = Counted(parts.engine)
     parts = replace(parts, engine=counted)
     solved = prefilled(parts, folder / "solutions")
-    parts = replace(parts, experience=build.build_experience(config, inputs, comm))
+    parts = replace(parts, experience=build.build_experience(config, inputs.train.questions, comm, None))
     note = load_prefill(parts, folder / "solutions")
     trainer = Trainer(parts)
     trainer.push_weights()
