@@ -71,8 +71,9 @@ check: setup  ## lint, format, types, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: setup  ## write docs/metrics.md from the metrics in the code
+docs: setup  ## write docs/metrics.md and the tables of docs/nemo.md from the code
 	$(BIN)/python -c 'from pathlib import Path; from exgrpo_megatron.metrics import metrics_markdown; Path("docs/metrics.md").write_text(metrics_markdown())'
+	$(BIN)/python -c 'from pathlib import Path; from exgrpo_megatron.nemo_rl.markdown import BEGIN, nemo_rl_markdown; page = Path("docs/nemo.md"); page.write_text(page.read_text().partition(BEGIN)[0] + nemo_rl_markdown())'
 
 clean:  ## remove caches and build products (runs and .venv stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

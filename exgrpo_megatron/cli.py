@@ -34,7 +34,7 @@ from exgrpo_megatron.process import (
     reported_errors,
     say,
 )
-from exgrpo_megatron.recipe import dump_recipe, load_recipe
+from exgrpo_megatron.recipe import dump_recipe, load_recipe, load_with_report
 from exgrpo_megatron.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -90,10 +90,11 @@ def _options(
 @app.command()
 def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train a recipe: warm start if it asks for one, ExGRPO, evaluation and export. Run again to resume."""
-    config = load_recipe(recipe, overrides or [])
+    config, of_nemo_rl = load_with_report(recipe, overrides or [])
     with _run(config) as (comm, stop):
-        from exgrpo_megatron.train_command import train_and_report  # noqa: PLC0415
+        from exgrpo_megatron.train_command import keep_report, train_and_report  # noqa: PLC0415
 
+        keep_report(config, of_nemo_rl, comm)
         train_and_report(config, comm, stop)
 
 

@@ -14,7 +14,7 @@ from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.plan_command import planned_processes, show_plan
 from exgrpo_megatron.process import quiet_libraries
-from exgrpo_megatron.recipe import dump_recipe, load_recipe
+from exgrpo_megatron.recipe import dump_recipe, load_recipe, load_with_report
 from exgrpo_megatron.recipe import options as recipe_options
 
 # What needs torch is imported inside the commands: show and options answer at once.
@@ -32,10 +32,12 @@ def show(
     """The resolved recipe, what its numbers mean, the variant's switches; on so many GPUs, who holds what."""
     from exgrpo_megatron.report.tables import numbers_table, variant_table  # noqa: PLC0415
 
-    config = load_recipe(recipe, overrides or [])
+    config, of_nemo_rl = load_with_report(recipe, overrides or [])
     processes = planned_processes(config.cluster, world_size)
     console = Console()
     console.print(dump_recipe(config), markup=False, highlight=False, soft_wrap=True)
+    if of_nemo_rl is not None:
+        console.print(of_nemo_rl, "", sep="\n", markup=False, highlight=False, soft_wrap=True)
     data_parallel_size = max(1, (processes or 1) // config.policy.megatron_cfg.model_parallel_size)
     console.print(numbers_table(config, data_parallel_size), "", variant_table(config), sep="\n")
     if processes is not None:

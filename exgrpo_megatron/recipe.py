@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from exgrpo_megatron.config import Config, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.nemo_rl import is_nemo_rl, translate
 
 NEMO_RL_ADVICE = {
     "cluster.segment_size": "leave it out; placement is the launcher's",
@@ -74,10 +75,18 @@ NEMO_RL_ADVICE = {
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The recipe at `path`, its `defaults:` beneath it and the `key=value` overrides on top; raises ConfigError."""
+    return load_with_report(path, overrides)[0]
+
+
+def load_with_report(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, str | None]:
+    """The same, and what became of its keys where the file is a configuration of NeMo-RL (docs/nemo.md), else None."""
     raw = _read_with_defaults(Path(path), ())
     for override in overrides:
         _apply_override(raw, override)
-    return parse_recipe(raw, source=str(path))
+    if not is_nemo_rl(raw):
+        return parse_recipe(raw, source=str(path)), None
+    translation = translate(raw, str(path))
+    return parse_recipe(translation.recipe, source=str(path)), translation.report(str(path))
 
 
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Config:
@@ -209,6 +218,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # <<: the mapping behind it, under what stands here
+                continue
             name = self.construct_object(key_node, deep=True)
             if isinstance(name, str) and name in seen:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: key {name!r} stands twice in one section")
@@ -257,8 +268,8 @@ def _read_with_defaults(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]
             raise ConfigError(
                 f"{path}: defaults = {_shown(given)}: must be the name of a recipe file, or a list of them"
             )
-        merged = _merge(merged, _read_with_defaults(path.parent / name, (*parents, path.resolve())))
-    return _merge(merged, raw)
+        merged = _merge_file(merged, _read_with_defaults(path.parent / name, (*parents, path.resolve())))
+    return _merge_file(merged, raw)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -287,10 +298,20 @@ def _nearby_recipes(path: Path) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def _merge_file(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """A section with `_override_: true` replaces the one beneath it, as in NeMo-RL's files; others are merged."""
+    whole = {name for name, value in above.items() if isinstance(value, dict) and value.get("_override_") is True}
+    kept = {name: value for name, value in below.items() if name not in whole}
+    marked = {name: {k: v for k, v in above[name].items() if k != "_override_"} for name in whole}
+    return _merge(kept, {**above, **marked})
+
+
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
+        if value == "???" and old is not None:  # OmegaConf's "to be given", which it is by the file beneath
+            continue
         merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 

@@ -19,6 +19,8 @@ from exgrpo_megatron.metrics import JsonlSink, MetricSink, MetricsLogger, Tensor
 from exgrpo_megatron.recipe import dump_recipe
 
 RECIPE_FILE = "recipe.yaml"
+NEMO_RL_FILE = "nemo_rl.txt"
+"""What became of the keys of a configuration of NeMo-RL, where the recipe was one."""
 METRICS_FILE = "metrics.jsonl"
 EXPORT_FOLDER = "hf"
 _EXPORT_FILE = "export.json"

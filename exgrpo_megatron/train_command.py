@@ -14,6 +14,7 @@ from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
+from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
@@ -21,7 +22,7 @@ from exgrpo_megatron.report.console import ProgressReporter, budget_text
 from exgrpo_megatron.report.dashboard import write_dashboard
 from exgrpo_megatron.report.summary import before_and_after, health_lines, run_summary
 from exgrpo_megatron.report.tables import numbers_table, variant_table
-from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE, RunFolder, checkpoint_store
+from exgrpo_megatron.run_folder import METRICS_FILE, NEMO_RL_FILE, RECIPE_FILE, RunFolder, checkpoint_store
 from exgrpo_megatron.session import RunOutcome
 from exgrpo_megatron.stop import StopSignal
 
@@ -39,6 +40,13 @@ def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> No
     outcome = _train(config, comm, stop)
     if comm.is_main:
         _finish(outcome, config, time.monotonic() - started)
+
+
+def keep_report(config: Config, report: str | None, comm: Communicator) -> None:
+    """Print what became of a configuration of NeMo-RL, and keep it beside the recipe of the run."""
+    if report is not None and comm.is_main:
+        say(comm, f"{report}\n")
+        replace_text(RunFolder(config).path / NEMO_RL_FILE, f"{report}\n")
 
 
 @contextmanager

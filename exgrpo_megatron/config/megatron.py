@@ -26,7 +26,8 @@ class SchedulerConfig(Section):
     """Learning rate over optimiser steps."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "shape after the warm-up")
-    lr_warmup_iters: Count = key(0, "optimiser steps of linear warm-up from 0", "optimiser steps")
+    lr_warmup_iters: Count = key(0, "optimiser steps of linear warm-up from lr_warmup_init", "optimiser steps")
+    lr_warmup_init: NonNegativeFloat = key(0.0, "learning rate of the first step of a warm-up")
     lr_decay_iters: PositiveInt | None = key(
         None, "optimiser steps until min_lr; null: the whole run", "optimiser steps"
     )
@@ -35,6 +36,14 @@ class SchedulerConfig(Section):
         """Optimiser steps until min_lr, warm-up included, in a run of so many."""
         steps = self.lr_decay_iters or total_updates
         return max(steps, self.lr_warmup_iters + 1) if self.lr_decay_style == "constant" else steps
+
+    @model_validator(mode="after")
+    def _begins_with_a_warm_up(self) -> SchedulerConfig:
+        if self.lr_warmup_init and not self.lr_warmup_iters:
+            raise ValueError(
+                f"lr_warmup_init = {self.lr_warmup_init} has no effect with lr_warmup_iters = 0: set it to 0"
+            )
+        return self
 
 
 class MegatronOptimizerConfig(OptimizerConfig):

@@ -218,11 +218,14 @@ class Config(Section):
                     f"of the decay ({section}.scheduler.lr_decay_iters = {scheduler.lr_decay_iters}, whole run = "
                     f"{total})"
                 )
-            if optimizer.min_lr > optimizer.lr:
-                raise ValueError(
-                    f"{section}.optimizer.min_lr = {optimizer.min_lr} must not be above {section}.optimizer.lr = "
-                    f"{optimizer.lr}"
-                )
+            for name, rate in (
+                ("optimizer.min_lr", optimizer.min_lr),
+                ("scheduler.lr_warmup_init", scheduler.lr_warmup_init),
+            ):
+                if rate > optimizer.lr:
+                    raise ValueError(
+                        f"{section}.{name} = {rate} must not be above {section}.optimizer.lr = {optimizer.lr}"
+                    )
         return self
 
     @property

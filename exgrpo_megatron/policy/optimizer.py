@@ -51,12 +51,12 @@ def build_optimizer(
 def build_scheduler(
     optimizer: MegatronOptimizer, config: OptimizerConfig, scheduler: SchedulerConfig, total_updates: int
 ) -> OptimizerParamScheduler:
-    """Learning rate as a function of the optimiser steps taken so far (0 at the first step of a warm-up)."""
+    """Learning rate as a function of the optimiser steps taken so far (lr_warmup_init at the first of a warm-up)."""
     decay_steps = scheduler.decay_steps(total_updates)
     assert scheduler.lr_warmup_iters < decay_steps, "Config refuses such a schedule"
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=scheduler.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=scheduler.lr_warmup_iters,

@@ -155,6 +155,14 @@ def test_a_variant_sets_every_switch_and_a_given_switch_wins(variant):
                 "lr_decay_iters = None, whole run =",
             ],
         ),
+        (
+            ["policy.megatron_cfg.scheduler.lr_warmup_init=1e-7"],
+            ["policy.megatron_cfg.scheduler: lr_warmup_init = 1e-07 has no effect with lr_warmup_iters = 0"],
+        ),
+        (
+            ["policy.megatron_cfg.scheduler={lr_warmup_iters: 2, lr_warmup_init: 0.1}"],
+            ["policy.megatron_cfg.scheduler.lr_warmup_init = 0.1 must not be above policy.megatron_cfg.optimizer.lr"],
+        ),
         (["sft.max_num_steps=50"], ["sft.scheduler.lr_warmup_iters = 50 must be below the 50", "whole run = 50"]),
         (["sft.optimizer={lr: 0.1, min_lr: 0.2}"], ["sft.optimizer.min_lr = 0.2", "sft.optimizer.lr = 0.1"]),
         (

@@ -182,23 +182,24 @@ def test_old_logprobs_must_fit_the_response(tmp_path: Path, group: DataParallel)
 
 
 @pytest.mark.parametrize(
-    ("style", "expected"),
+    ("style", "first", "expected"),
     [
         # Warm-up over 2 steps from 0 to 1, then linear or half a cosine to 0.1 at step 6; halfway down at step 4.
-        ("constant", [0, 0.5, 1, 1, 1, 1, 1]),
-        ("linear", [0, 0.5, 1, 0.775, 0.55, 0.325, 0.1]),
-        ("cosine", [0, 0.5, 1, 0.55 + 0.45 * math.sqrt(0.5), 0.55, 0.55 - 0.45 * math.sqrt(0.5), 0.1]),
+        ("constant", 0.0, [0, 0.5, 1, 1, 1, 1, 1]),
+        ("constant", 0.2, [0.2, 0.6, 1, 1, 1, 1, 1]),
+        ("linear", 0.0, [0, 0.5, 1, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", 0.0, [0, 0.5, 1, 0.55 + 0.45 * math.sqrt(0.5), 0.55, 0.55 - 0.45 * math.sqrt(0.5), 0.1]),
     ],
 )
 def test_the_learning_rate_follows_the_schedule(
-    style: str, expected: list[float], tmp_path: Path, group: DataParallel
+    style: str, first: float, expected: list[float], tmp_path: Path, group: DataParallel
 ) -> None:
     save_model("qwen2", tmp_path)
     actor = make_actor(
         tmp_path,
         group,
         OptimizerConfig(lr=1.0, min_lr=0.1),
-        SchedulerConfig(lr_decay_style=style, lr_warmup_iters=2),
+        SchedulerConfig(lr_decay_style=style, lr_warmup_iters=2, lr_warmup_init=first),
         total_updates=6,
     )
     rates = [actor.update([], Objective(), temperature=1.0).learning_rate for _ in range(7)]
