@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from exgrpo_megatron.config import ExperienceConfig
@@ -143,7 +144,11 @@ class Keeper:
 def delete_left_over(folder: Path, rank: int, num_ranks: int) -> None:
     """Delete, with a warning, what a killed run left of a rank, and of those ranks that there are no more: numbers that
     are the same modulo `num_ranks`, so that every file is deleted by one process."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    found: list[Path] = []
+    # Another process removes the folder when the last file in it was its own.
+    with suppress(FileNotFoundError):
+        found = sorted(folder.iterdir())
+    for path in found:
         named = RANK_FOLDER.fullmatch(path.name)
         if named is None or int(named[1]) % num_ranks != rank or not path.is_dir():
             continue

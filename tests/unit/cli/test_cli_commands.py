@@ -247,7 +247,7 @@ def test_ctrl_c_before_the_first_step_ends_with_one_line(exgrpo, project, monkey
     def interrupted(*_):
         raise error
 
-    monkeypatch.setattr(cli, "load_recipe", interrupted)
+    monkeypatch.setattr(cli, "load_with_report", interrupted)
     result = exgrpo("train", "recipe.yaml")
     assert (result.code, result.out, result.err) == (130, "", "error: stopped by Ctrl-C\n")
 
