@@ -373,5 +373,6 @@ def _check_enough_questions(config: Config, train: QuestionSet) -> None:
     if wanted > len(train.questions):
         raise ConfigError(
             f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions "
-            f"left after the length filter ({len(train.dropped_too_long)} were too long)"
+            f"left after the length filter ({len(train.dropped_too_long)} were too long) and data.train.pass_rate_band "
+            f"or _range ({len(train.dropped_by_pass_rate)} were outside)"
         )
