@@ -30,6 +30,7 @@ from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.reading import check_answers_files
 from exgrpo_megatron.experience.recent_answers import RecentAnswers
+from exgrpo_megatron.files import sha256_of
 from exgrpo_megatron.layout import check_layout, check_positions
 from exgrpo_megatron.parts import Parts, Verifier
 from exgrpo_megatron.rewards.exact_text import ExactTextVerifier
@@ -352,12 +353,7 @@ def _supervised_source(source: DataSourceConfig) -> dict[str, Any]:
 
 def _folder_fingerprint(folder: Path) -> list[object]:
     files = sorted(path for path in folder.iterdir() if path.suffix in {".json", ".safetensors"})
-    return [[path.name, _file_digest(path)] for path in files]
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return [[path.name, sha256_of(path)] for path in files]
 
 
 def _check_stop_tokens(sampling: SamplingParams, architecture: Architecture) -> None:

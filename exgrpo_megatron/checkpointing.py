@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -20,7 +19,7 @@ from exgrpo_megatron.background import completed, in_background
 from exgrpo_megatron.comm import Communicator, gather_everyone, together
 from exgrpo_megatron.config import CheckpointConfig
 from exgrpo_megatron.errors import CheckpointError, UserError
-from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.files import replace_text, sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +201,7 @@ class CheckpointStore:
                 files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
                 read = [name for name in files if name != DIGESTS_FILE and not excuse(name)]
                 own = read[comm.rank * comm.members + comm.member :: comm.world_size]
-                mine = {name: _digest(folder / name) for name in own}
+                mine = {name: sha256_of(folder / name) for name in own}
             except OSError as error:
                 raise CheckpointError(f"{error.filename or folder}: {_damaged(folder)} ({error})") from None
         return {name: digest for share in gather_everyone(comm, mine) for name, digest in share.items()}
@@ -292,7 +291,7 @@ def _write(aside: Path, parts: list[Part]) -> _Written:
     """Every part of this process, and the digests of what it wrote, while that is still in memory."""
     started = time.perf_counter()
     files = [path for part in parts for path in part.write()]
-    digests = {str(path.relative_to(aside)): _digest(path) for path in files}
+    digests = {str(path.relative_to(aside)): sha256_of(path) for path in files}
     return _Written(digests, time.perf_counter() - started)
 
 
@@ -302,14 +301,9 @@ def _make_whole(saving: _Saving, final: Path, digests: list[dict[str, str]]) -> 
     known = {name: digest for own in digests for name, digest in own.items()}
     files = sorted(path for path in saving.aside.rglob("*") if path.is_file())
     names = {str(path.relative_to(saving.aside)): path for path in files}
-    all_digests = {name: known.get(name) or _digest(path) for name, path in names.items()}
+    all_digests = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
     replace_text(saving.aside / DIGESTS_FILE, json.dumps(all_digests, indent=1))
     _replace_folder(saving.aside, final)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_whole(checkpoint: Path) -> bool:

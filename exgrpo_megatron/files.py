@@ -1,7 +1,8 @@
-"""Small text files, replaced whole or not at all, and folders that can be written."""
+"""Small text files, replaced whole or not at all, folders that can be written, and what a file's bytes are told by."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def replace_text(path: Path, text: str) -> None:
     except OSError as error:
         aside.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}; make room, then run again") from error
+
+
+def sha256_of(path: Path) -> str:
+    """In hexadecimal digits, however long the file is."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def writable_folder(path: Path, key: str) -> Path:

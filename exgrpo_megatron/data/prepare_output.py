@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 
 from exgrpo_megatron.data.prepare_report import PrepareReport
 from exgrpo_megatron.errors import ConfigError, UserError
-from exgrpo_megatron.files import writable_folder
+from exgrpo_megatron.files import sha256_of, writable_folder
 
 QuestionRow = Mapping[str, str | None]
 """Column name -> text."""
@@ -125,8 +124,7 @@ class _QuestionFile:
             self._file.close()
 
     def sha256(self) -> str:
-        with self.aside.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(self.aside)
 
     def discard(self) -> None:
         # What could not be written before cannot be written now; the file goes anyway.

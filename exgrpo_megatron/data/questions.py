@@ -15,6 +15,7 @@ from exgrpo_megatron.data.pass_rates import BANDS, Band, read_pass_rates
 from exgrpo_megatron.data.rows import Row, read_rows
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.errors import ConfigError, DataError
+from exgrpo_megatron.files import sha256_of
 from exgrpo_megatron.types import Question
 
 LONGEST_ID = 2**16 - 1
@@ -59,7 +60,7 @@ class QuestionSet:
         path = Path(self.source)
         return {
             "source": path.name,
-            "sha256": _digest(path) if path.is_file() else None,
+            "sha256": sha256_of(path) if path.is_file() else None,
             "questions": len(self.questions),
             "left_out": sum(map(len, (self.dropped_too_long, self.dropped_unwritable, self.dropped_by_pass_rate)))
             + self.num_duplicates,
@@ -69,11 +70,6 @@ class QuestionSet:
 
 NO_QUESTIONS = QuestionSet((), "", "", (), (), 0)
 """Of a command that reads none."""
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _counted(ids: tuple[str, ...], what: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
 from exgrpo_megatron.errors import DataError
+from exgrpo_megatron.files import sha256_of
 
 SUMS_FILE = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0]+)")
@@ -28,9 +28,3 @@ def read_sums(path: Path) -> dict[str, str]:
     if lines[-1] or None in matches:
         raise DataError(f"{path}: a line is no SHA-256 with the name of a file")
     return {match[2]: match[1] for match in matches if match}
-
-
-def sha256_of(path: Path) -> str:
-    """In hexadecimal digits, however long the file is."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

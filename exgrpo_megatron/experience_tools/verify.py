@@ -24,7 +24,8 @@ from exgrpo_megatron.experience.segments import MAGIC, Segment, checksum_of, ope
 from exgrpo_megatron.experience_tools.readers import ParquetReader
 from exgrpo_megatron.experience_tools.rows import RowCheck, is_jsonl, read_rows
 from exgrpo_megatron.experience_tools.sources import Source
-from exgrpo_megatron.experience_tools.sums import SUMS_FILE, read_sums, sha256_of
+from exgrpo_megatron.experience_tools.sums import SUMS_FILE, read_sums
+from exgrpo_megatron.files import sha256_of
 
 _PIECE_BYTES = 1 << 20
 

@@ -17,6 +17,7 @@ from exgrpo_megatron.checkpointing import DIGESTS_FILE
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.files import sha256_of
 
 _NOT_OF_ANSWERS = {"path", "group", "pass_at", "max_questions"}
 """Keys of a set that change no answer, or do so by the questions, whose fingerprint is there."""
@@ -28,9 +29,9 @@ def checkpoint_digest(checkpoint: Path) -> str:
     listed = checkpoint / DIGESTS_FILE
     try:
         if listed.is_file() and not (checkpoint / "config.json").is_file():
-            return _digest(listed)
+            return sha256_of(listed)
         files = sorted(path for path in checkpoint.iterdir() if path.suffix in {".json", ".safetensors"})
-        return hashlib.sha256(json.dumps([[path.name, _digest(path)] for path in files]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([[path.name, sha256_of(path)] for path in files]).encode()).hexdigest()
     except OSError as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
 
@@ -86,8 +87,3 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

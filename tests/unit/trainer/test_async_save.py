@@ -107,14 +107,14 @@ def test_a_file_that_one_rank_cannot_read_is_named_on_all(tmp_path, monkeypatch)
     folder = store_in(tmp_path).save(1, state_of(1), lambda folder: []) / "policy"
     folder.mkdir()
     (folder / "unreadable").write_text("")
-    digest = checkpointing._digest
+    digest = checkpointing.sha256_of
 
     def read(path):
         if path.name == "unreadable":
             raise OSError(5, "Input/output error", str(path))
         return digest(path)
 
-    monkeypatch.setattr(checkpointing, "_digest", read)
+    monkeypatch.setattr(checkpointing, "sha256_of", read)
 
     def verified(comm):
         with pytest.raises(CheckpointError) as caught:
