@@ -65,7 +65,7 @@ def train_sequences(
             advantage=advantage,
             replayed=member.replayed,
             policy_weight=weight
-            / _divisor(config.loss_fn, len(member.token_ids), num_sequences, num_tokens, width, data_parallel_size),
+            / divisor(config.loss_fn, len(member.token_ids), num_sequences, num_tokens, width, data_parallel_size),
             entropy_weight=entropy_weight,
             token_weights=_token_weights(member, config.loss_fn),
             stored=AnswerName(question.id, member.serial) if member.serial >= 0 else None,
@@ -87,6 +87,26 @@ def objective(config: Config, *, mixed: bool) -> Objective:
         shaping_beta=shown.gamma if shown.enabled else config.experience.shaping_beta,
         max_abs_log_ratio=loss.max_abs_log_ratio,
     )
+
+
+def divisor(
+    loss: LossConfig, length: int, num_sequences: int, num_tokens: int, width: int, data_parallel_size: int | None
+) -> int:
+    """What a response token's policy term is divided by (`loss_fn.normalizer`).
+
+    `length`: of its answer; the other numbers are those of the optimiser step, all ranks together. `data_parallel_size`
+    is None where `rank_width` is refused.
+    """
+    match loss.normalizer:
+        case "global_width":
+            return width * num_sequences
+        case "per_answer_length":
+            return max(1, length) * num_sequences
+        case "global_tokens":
+            return max(1, num_tokens)
+        case "rank_width" if data_parallel_size is not None:
+            return width * data_parallel_size
+    raise AssertionError(f"loss_fn.normalizer = {loss.normalizer!r} is unresolved, or refused here")
 
 
 def balanced_shares(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -131,22 +151,6 @@ def _advantages(groups: list[Group], config: Config, off_policy: bool) -> list[f
     if config.grpo.scale_by_informative_groups and not off_policy:
         advantages = advantages * informative_scale(given)
     return advantages.flatten().tolist()
-
-
-def _divisor(
-    loss: LossConfig, length: int, num_sequences: int, num_tokens: int, width: int, data_parallel_size: int
-) -> int:
-    """What a response token's policy term is divided by (`loss_fn.normalizer`)."""
-    match loss.normalizer:
-        case "global_width":
-            return width * num_sequences
-        case "per_answer_length":
-            return max(1, length) * num_sequences
-        case "global_tokens":
-            return max(1, num_tokens)
-        case "rank_width":
-            return width * data_parallel_size
-    raise AssertionError(f"loss_fn.normalizer is unresolved: {loss.normalizer}")
 
 
 def _entropy_weight(loss: LossConfig, num_tokens: int) -> float:

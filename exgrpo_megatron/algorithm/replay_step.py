@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exgrpo_kernels.reference import Objective
-from exgrpo_megatron.config import Config, LossConfig, ReplayStepConfig
+from exgrpo_megatron.algorithm.batch import divisor
+from exgrpo_megatron.config import Config, ReplayStepConfig
 from exgrpo_megatron.types import AnswerName, LossTerms, Slot, TrainSequence
 
 
@@ -35,7 +36,10 @@ def stored_sequences(slots: Sequence[Slot], pass_rates: Sequence[float], config:
                 old_logprobs=answer.logprobs,
                 advantage=1.0 - pass_rate if step.weight == "one_minus_pass_rate" else 1.0,
                 replayed=True,
-                policy_weight=1.0 / _divisor(config.loss_fn, len(answer.token_ids), width, len(slots), num_tokens),
+                policy_weight=1.0
+                / divisor(
+                    config.loss_fn, len(answer.token_ids), len(slots), num_tokens, width, data_parallel_size=None
+                ),
                 entropy_weight=0.0,
                 stored=AnswerName(slot.question.id, answer.serial) if answer.serial >= 0 else None,
             )
@@ -77,15 +81,3 @@ def pushes(terms: LossTerms, step: ReplayStepConfig, max_abs_log_ratio: float) -
         case _:
             push = w
     return np.where(inside, push, 0.0)
-
-
-def _divisor(loss: LossConfig, length: int, width: int, num_answers: int, num_tokens: int) -> int:
-    """What a token's term is divided by."""
-    match loss.normalizer:
-        case "global_width":
-            return width * num_answers
-        case "per_answer_length":
-            return max(1, length) * num_answers
-        case "global_tokens":
-            return max(1, num_tokens)
-    raise AssertionError(f"loss_fn.normalizer = {loss.normalizer!r} is refused with replay steps")
