@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from exgrpo_megatron.errors import UserError
 from exgrpo_megatron.report.dashboard import STYLE
+from exgrpo_megatron.report.pictures import save_picture
 from exgrpo_megatron.report.seeds import Curve, band
 
 COLORS = ("#d9480f", "#1c7ed6", "#2b8a3e", "#6741d9", "#f08c00", "#0b7285", "#c2255c", "#868e96", "#212529", "#5c940d")
@@ -54,7 +53,6 @@ def write_bands(path: Path, panels: Sequence[Panel], x_label: str, title: str) -
     Raises:
         UserError: it cannot be written.
     """
-    aside = path.with_name(path.name + ".new")
     with rc_context(STYLE):
         figure = Figure(figsize=(6.0 * len(panels), 5.0), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
         FigureCanvasAgg(figure)
@@ -64,10 +62,5 @@ def write_bands(path: Path, panels: Sequence[Panel], x_label: str, title: str) -
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=8, frameon=False)
         figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-        try:
-            figure.savefig(aside, dpi=110, format="png")
-            os.replace(aside, path)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise UserError(f"cannot write {path}: {error.strerror}; make room or mend the permissions") from error
+        save_picture(figure, path, 110)
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -12,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from exgrpo_megatron.errors import UserError
 from exgrpo_megatron.report.panels import INK, PANELS
+from exgrpo_megatron.report.pictures import save_picture
 from exgrpo_megatron.report.run_data import RunData, load_run
 
 SIZE_INCHES, DOTS_PER_INCH = (14.0, 10.0), 100
@@ -37,13 +36,8 @@ def write_dashboard(run_dir: Path) -> Path:
     Raises UserError where the folder holds no metrics yet.
     """
     figure = draw_dashboard(load_run(run_dir))
-    path, aside = run_dir / "dashboard.png", run_dir / ".dashboard.png.new"
-    try:
-        figure.savefig(aside, dpi=DOTS_PER_INCH, format="png")
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}; make room or mend the permissions") from error
+    path = run_dir / "dashboard.png"
+    save_picture(figure, path, DOTS_PER_INCH)
     return path
 
 

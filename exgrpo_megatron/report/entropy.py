@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from exgrpo_megatron.data.pass_rates import BANDS, Band, PassRate
 from exgrpo_megatron.report.dashboard import STYLE
+from exgrpo_megatron.report.pictures import save_picture
 from exgrpo_megatron.report.seeds import Interval, mean_interval, paired_difference
 
 ALWAYS, NEVER = "always right", "never right"
@@ -88,9 +88,7 @@ def draw_entropy(report: EntropyReport, path: Path) -> None:
         ax.set_xlabel("pass rate of the question")
         ax.set_ylim(bottom=0.0)
         ax.legend()
-        aside = path.with_name(f".{path.name}.part")
-        figure.savefig(aside, format="png", dpi=130)
-        os.replace(aside, path)
+        save_picture(figure, path, 130)
 
 
 def _band(name: str, band: Band, answers: Sequence[Mapping[str, object]], rates: Mapping[str, float]) -> BandEntropy:
