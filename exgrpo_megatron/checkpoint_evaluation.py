@@ -85,7 +85,7 @@ def evaluate_checkpoint(config: Config, inputs: Inputs, request: EvalRequest, co
     with closing(build.build_verifier(config)) as verifier:
         evaluator = build.build_evaluator(config, inputs, engine, verifier, comm, questions)
         assert evaluator is not None, "find_checkpoint refuses a recipe without data.validation"
-        evaluation = evaluator.run()
+        evaluation = evaluator.run(keep_tokens=request.entropy)
     engine.close()
     if request.entropy:
         assert actor is not None

@@ -24,7 +24,7 @@ class Evaluation:
     metrics: dict[str, float]
     answers: list[dict[str, object]]
     token_ids: list[TokenIds]
-    """Response tokens of each answer."""
+    """Response tokens of each answer; empty unless they were asked for."""
 
 
 class Evaluator:
@@ -47,15 +47,16 @@ class Evaluator:
         self.engine, self.verifier, self.tokenizer = engine, verifier, tokenizer
         self.sampling, self.report_rewards = sampling, report_rewards
 
-    def run(self) -> Evaluation:
-        """Samples, grades and averages; every process evaluates its part and gets the whole result.
+    def run(self, *, keep_tokens: bool = False) -> Evaluation:
+        """Samples, grades and averages; every process evaluates its part and gets the whole result, with the response
+        tokens if they are to be kept.
 
         The samples depend on eval.seed and the weights only, so two evaluations of one model are equal.
         """
         config = self.config
-        graded = self.graded("t1", config.temperature, config.num_tests_per_prompt)
+        graded = self.graded("t1", config.temperature, config.num_tests_per_prompt, keep_tokens=keep_tokens)
         if config.greedy:
-            graded += self.graded("greedy", 0.0, 1)
+            graded += self.graded("greedy", 0.0, 1, keep_tokens=keep_tokens)
         rows = [row for row, _ in graded]
         sampled = [row for row in rows if row["mode"] == "t1"]
         return Evaluation(
@@ -66,12 +67,14 @@ class Evaluator:
                 "validation/truncated": sum(row["stop_reason"] == "length" for row in sampled),
             },
             answers=rows,
-            token_ids=[token_ids for _, token_ids in graded],
+            token_ids=[token_ids for _, token_ids in graded if token_ids is not None],
         )
 
-    def graded(self, mode: str, temperature: float, samples: int) -> list[tuple[dict[str, object], TokenIds]]:
-        """A row and its tokens an answer, question by question; each process samples and grades its part. Temperature
-        0 is greedy."""
+    def graded(
+        self, mode: str, temperature: float, samples: int, *, keep_tokens: bool = False
+    ) -> list[tuple[dict[str, object], TokenIds | None]]:
+        """A row an answer, with its tokens if they are to be kept, question by question; each process samples and
+        grades its part. Temperature 0 is greedy."""
         comm = self.comm
         mine = list(range(comm.rank, len(self.questions), comm.size))
         sampling = SamplingParams(self.sampling.max_new_tokens, temperature, self.sampling.stop_token_ids)
@@ -84,19 +87,19 @@ class Evaluator:
         ]
         sampled = sample_share(self.engine, requests, sampling, comm)
         pairs = [(mine[index], response) for index, responses in sampled.items() for response in responses]
-        return gather_parts(comm, self._rows(mode, pairs))
+        return gather_parts(comm, self._rows(mode, pairs, keep_tokens))
 
     def _rows(
-        self, mode: str, pairs: list[tuple[int, SampledResponse]]
-    ) -> list[tuple[int, tuple[dict[str, object], TokenIds]]]:
-        """Of each (index of the question, response) the index, the row and the tokens."""
+        self, mode: str, pairs: list[tuple[int, SampledResponse]], keep_tokens: bool
+    ) -> list[tuple[int, tuple[dict[str, object], TokenIds | None]]]:
+        """Of each (index of the question, response) the index, the row and the tokens, if kept."""
         texts = [self.tokenizer.decode(response.token_ids) for _, response in pairs]
         asked = [self.questions[i] for i, _ in pairs]
         verdicts = self.verifier.grade(
             [(text, question.answer, question.text) for text, question in zip(texts, asked, strict=True)]
         )
         return [
-            (i, (_row(mode, self.questions[i], response, text, verdict), response.token_ids))
+            (i, (_row(mode, self.questions[i], response, text, verdict), response.token_ids if keep_tokens else None))
             for (i, response), text, verdict in zip(pairs, texts, verdicts, strict=True)
         ]
 
