@@ -113,7 +113,7 @@ class CheckpointStore:
         """
         assert self._saving is None, "an earlier checkpoint is not finished"
         aside = self.folder / f"step_{step:06d}.incomplete"
-        with self._all_or_nothing(step, aside):
+        with self.comm.places.inside(f"checkpoint of step {step}: begin"), self._all_or_nothing(step, aside):
             with together(self.comm):
                 if self.comm.is_main:
                     _make_empty(aside)
@@ -140,18 +140,19 @@ class CheckpointStore:
             return None
         self._saving = None
         final = self.folder / f"step_{saving.step:06d}"
-        with self._all_or_nothing(saving.step, saving.aside):
-            with together(self.comm):
-                mine = saving.written.result()
-            for part in saving.parts:
-                part.finish()
-            everyones = gather_everyone(self.comm, mine)
-            with together(self.comm):
-                if self.comm.is_main:
-                    _make_whole(saving, final, [written.digests for written in everyones])
-        if self.comm.is_main:
-            self._prune()
-        self.comm.barrier()
+        with self.comm.places.inside(f"checkpoint of step {saving.step}: finish"):
+            with self._all_or_nothing(saving.step, saving.aside):
+                with together(self.comm):
+                    mine = saving.written.result()
+                for part in saving.parts:
+                    part.finish()
+                everyones = gather_everyone(self.comm, mine)
+                with together(self.comm):
+                    if self.comm.is_main:
+                        _make_whole(saving, final, [written.digests for written in everyones])
+            if self.comm.is_main:
+                self._prune()
+            self.comm.barrier()
         return Saved(final, max(written.seconds for written in everyones))
 
     @contextmanager
@@ -180,6 +181,10 @@ class CheckpointStore:
     def verify(self, checkpoint: Path, excuse: Callable[[str], bool] = lambda _: False) -> None:
         """Raise CheckpointError, on every rank, where a file of the checkpoint is missing, unreadable, or not as it was
         saved, unless `excuse` says of its name that whoever reads it sees to that."""
+        with self.comm.places.inside(f"checking {checkpoint.name}"):
+            self._verify(checkpoint, excuse)
+
+    def _verify(self, checkpoint: Path, excuse: Callable[[str], bool]) -> None:
         path = checkpoint / DIGESTS_FILE
         with together(self.comm):
             try:

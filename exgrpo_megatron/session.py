@@ -76,8 +76,11 @@ class TrainingRun:
         self.store = checkpoint_store(config, comm)
         checkpoint = self.store.latest() if config.checkpointing.enabled else None
         state = check_state(checkpoint, inputs) if checkpoint else {}
-        self.actor: MegatronActor = build.build_rl_actor(config, inputs.model_dir if checkpoint else start_from, comm)
-        self.parts = build.build_parts(config, inputs, self.actor, comm, self.folder.experience)
+        with comm.places.inside("loading the model"):
+            self.actor: MegatronActor = build.build_rl_actor(
+                config, inputs.model_dir if checkpoint else start_from, comm
+            )
+            self.parts = build.build_parts(config, inputs, self.actor, comm, self.folder.experience)
         self.trainer = Trainer(self.parts)
         self.evaluator: Evaluator | None = build.build_evaluator(
             config, inputs, self.parts.engine, self.parts.verifier, comm
@@ -87,7 +90,8 @@ class TrainingRun:
         if self.parts.demonstrations:
             reporter.note(self.parts.demonstrations.describe())
         if checkpoint:
-            self._resume(checkpoint, state)
+            with comm.places.inside(f"resuming from {checkpoint.name}"):
+                self._resume(checkpoint, state)
         elif config.policy.init_from:
             self._begin_with(Path(config.policy.init_from))
         if not checkpoint and config.experience.enabled and config.experience.prefill_path:
@@ -264,9 +268,10 @@ class TrainingRun:
 
         records = read_metrics(self.folder.path / METRICS_FILE) if self.comm.is_main else []
         trained = TrainedModel(self.config, self.trainer.last_step, self.data, self.inputs.train.fingerprint, records)
-        report = export_hf(
-            self.actor, self.folder.export, self.inputs.model_dir, _what_goes_along(self.inputs, trained)
-        )
+        with self.comm.places.inside("export"):
+            report = export_hf(
+                self.actor, self.folder.export, self.inputs.model_dir, _what_goes_along(self.inputs, trained)
+            )
         if self.comm.is_main:
             self.folder.set_exported_step(self.trainer.last_step)
         self.reporter.note(f"exported to {self.folder.export} and checked: {report.describe()}")

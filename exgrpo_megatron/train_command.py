@@ -61,7 +61,8 @@ def reporter_of(comm: Communicator, total_steps: int, label: str, done_steps: in
 
 def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
     """Everything up to the summary; None where a signal stopped the warm start."""
-    inputs = build.load_inputs(config, comm)
+    with comm.places.inside("reading the model's configuration and the questions"):
+        inputs = build.load_inputs(config, comm)
     _describe(config, inputs, comm)
     finished = session.finished_run(config, inputs, comm)
     if finished:
@@ -90,9 +91,10 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
     with together(comm):
         build.check_prefill(config, RunFolder(config).experience)
         build.check_init_from(config)
-    if comm.is_main and config.env.math.check_gold and config.env.reward_function is None:
-        for line in question_checks.check_gold_answers(config, inputs):
-            say(comm, line)
+    if config.env.math.check_gold and config.env.reward_function is None:
+        with comm.places.inside("grading the gold answers"):
+            for line in question_checks.check_gold_answers(config, inputs) if comm.is_main else ():
+                say(comm, line)
     if not config.sft.warm_start:
         if is_embedded(config.policy.model_name) and config.policy.init_from is None:
             say(comm, f"warning: {config.policy.model_name} has random weights, and sft.warm_start is false")

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -54,6 +55,12 @@ def launcher(ranks):
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", "127.0.0.1:0", "-m", "exgrpo_megatron"),
     ]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def exgrpo(*args, ranks=1, cwd=None, before=None, prefix=()):

@@ -26,7 +26,7 @@ class KeptOpen:
 def exgrpo(capsys, monkeypatch, data_parallel):
     """Runs a command in this process and the current folder; returns exit code, stdout and stderr."""
 
-    def joined(policy, cluster, seed):
+    def joined(policy, cluster, seed, places):
         distributed._check_cluster(cluster, 1)
         return KeptOpen(data_parallel)
 
