@@ -91,7 +91,11 @@ class CheckpointStore:
     writes in between; collectives stay in the main thread. Until it is whole, the folder has another name.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, comm: Communicator) -> None:
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, comm: Communicator, state_keys: frozenset[str] = STATE_KEYS
+    ) -> None:
+        """`state_keys`: what every state has, `step` and `metrics` among it."""
+        self._state_keys = state_keys
         self.folder, self.config, self.comm = folder, config, comm
         self._saving: _Saving | None = None
 
@@ -252,7 +256,7 @@ class CheckpointStore:
 
     def _metric(self, path: Path) -> float | None:
         try:
-            value = read_state(path)["metrics"].get(self.config.metric_name)
+            value = read_state(path, self._state_keys)["metrics"].get(self.config.metric_name)
             return None if value is None else float(value)
         except (CheckpointError, TypeError, ValueError, AttributeError) as error:
             logger.warning("%s is left out when the best checkpoint is looked for: %s", path, error)
@@ -272,8 +276,8 @@ class CheckpointStore:
                 logger.warning("%s is no longer kept but cannot be deleted: %s", path, error)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint; raises CheckpointError."""
+def read_state(checkpoint: Path, keys: frozenset[str] = STATE_KEYS) -> dict[str, Any]:
+    """The JSON state of a checkpoint, which has these keys; raises CheckpointError."""
     path = checkpoint / STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -284,7 +288,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
-    missing = STATE_KEYS - state.keys() if isinstance(state, dict) else STATE_KEYS
+    missing = keys - state.keys() if isinstance(state, dict) else keys
     if missing:
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} (it lacks {', '.join(sorted(missing))})")
     if not isinstance(state["step"], int):

@@ -47,9 +47,10 @@ def data_parallel():
 @pytest.fixture(scope="session")
 def half_trained_model(tmp_path_factory, data_parallel):
     """A Hugging Face folder: the quickstart's model after 150 supervised steps, which solves some short chains."""
-    from exgrpo_megatron import build, session
+    from exgrpo_megatron import build, supervised
     from exgrpo_megatron.parts import SilentReporter
     from exgrpo_megatron.recipe import load_recipe
+    from exgrpo_megatron.stop import StopSignal
 
     folder = tmp_path_factory.mktemp("half_trained")
     config = load_recipe(
@@ -57,7 +58,7 @@ def half_trained_model(tmp_path_factory, data_parallel):
         ["sft.max_num_steps=150", "sft.generator_worked_share=0.8", f"logger.log_dir={folder / 'run'}"],
     )
     inputs = build.load_inputs(config, data_parallel)
-    reporter, stop = SilentReporter(), session.StopSignal()
-    made = session.supervised_run(config, inputs, folder / "model", data_parallel, reporter, stop)
+    reporter, stop = SilentReporter(), StopSignal()
+    made = supervised.supervised_run(config, inputs, folder / "model", data_parallel, reporter, stop)
     assert made is not None
     return made
