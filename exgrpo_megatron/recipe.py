@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from exgrpo_megatron.config import Config, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.nemo_rl import is_nemo_rl, translate
+from exgrpo_megatron.verl_keys import verl_advice
 
 NEMO_RL_ADVICE = {
     "cluster.segment_size": "leave it out; placement is the launcher's",
@@ -343,6 +344,8 @@ def _explain(item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{dotted}: {message}" if dotted else message
+    if item["type"] == "string_type" and isinstance(item["input"], dict):
+        message += "; a text in braces needs quotes"
     meaning = next((option.meaning for option in options() if option.name == dotted), "")
     return f"{dotted} = {_shown(item['input'])}: {message}{f' ({meaning})' if meaning else ''}"
 
@@ -359,6 +362,8 @@ def _unknown_key(dotted: str) -> str:
     for name, advice in NEMO_RL_ADVICE.items():
         if dotted == name or dotted.startswith(name + "."):
             return f"{dotted}: not a key of this recipe: {advice}"
+    if of_verl := verl_advice(dotted):
+        return f"{dotted}: not a key of this recipe: {of_verl}"
     known = [option.name for option in options()]
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.0)
     same_leaf = [name for name in known if name.split(".")[-1] == dotted.split(".")[-1]]

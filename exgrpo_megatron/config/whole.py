@@ -55,7 +55,7 @@ class Config(Section):
         if prompt + response > total:
             raise ValueError(
                 f"data.max_input_seq_length + policy.generation.max_new_tokens = {prompt} + {response} is more than "
-                f"policy.max_total_sequence_length = {total}"
+                f"policy.max_total_sequence_length = {total}: raise this, or lower one of the others"
             )
         return self
 
