@@ -24,7 +24,7 @@ from rich.markup import escape
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import LostRankError, UserError
-from exgrpo_megatron.stop import StoppedAtOnceError
+from exgrpo_megatron.stop import StoppedAtOnceError, StopSignal
 
 if TYPE_CHECKING:
     from exgrpo_megatron.policy.distributed import DataParallel
@@ -112,6 +112,16 @@ def process_group(config: Config) -> Iterator[DataParallel]:
         raise
     finally:
         comm.shutdown()
+
+
+@contextmanager
+def whole_run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
+    """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal."""
+    with process_group(config) as comm:
+        from exgrpo_megatron.run_folder import locked_folder  # noqa: PLC0415
+
+        with locked_folder(config, comm), StopSignal(announce=comm.is_main).installed() as stop:
+            yield comm, stop
 
 
 def _lost_rank(comm: DataParallel) -> LostRankError:
