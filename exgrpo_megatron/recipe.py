@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
@@ -80,13 +81,34 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_with_report(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, str | None]:
     """The same, and what became of its keys where the file is a configuration of NeMo-RL (docs/nemo.md), else None."""
+    raw, report = _read_given(path, overrides)
+    return parse_recipe(raw, source=str(path)), report
+
+
+def given_keys(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What the file, those beneath it and the overrides set, and nothing else, as nested dictionaries; raises
+    ConfigError where it is no recipe."""
+    raw, _ = _read_given(path, overrides)
+    parse_recipe(raw, source=str(path))
+    return raw
+
+
+def overridden(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`raw` with `key=value` overrides on top."""
+    changed = copy.deepcopy(raw)
+    for override in overrides:
+        _apply_override(changed, override)
+    return changed
+
+
+def _read_given(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], str | None]:
     raw = _read_with_defaults(Path(path), ())
     for override in overrides:
         _apply_override(raw, override)
     if not is_nemo_rl(raw):
-        return parse_recipe(raw, source=str(path)), None
+        return raw, None
     translation = translate(raw, str(path))
-    return parse_recipe(translation.recipe, source=str(path)), translation.report(str(path))
+    return translation.recipe, translation.report(str(path))
 
 
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Config:
@@ -243,7 +265,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})\Z"), list("-+.0123456789"))
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Raises ConfigError with what is wrong with the text."""
     try:
         return yaml.load(text, Loader=_Loader)
@@ -284,7 +306,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that no file can have
         raise ConfigError(f"{path}: cannot be read as a recipe: {error}") from None
     try:
-        raw = _parse_yaml(text)
+        raw = parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
@@ -321,7 +343,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     if not separator or not name:
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     try:
-        value = _parse_yaml(text)
+        value = parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"override {_shown(override)}: {error}") from None
     *sections, last = name.split(".")
