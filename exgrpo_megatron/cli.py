@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -34,12 +33,9 @@ from exgrpo_megatron.process import (
     quiet_libraries,
     reported_errors,
     say,
+    whole_run,
 )
 from exgrpo_megatron.recipe import dump_recipe, load_recipe, load_with_report
-from exgrpo_megatron.stop import StopSignal
-
-if TYPE_CHECKING:
-    from exgrpo_megatron.comm import Communicator
 
 # Everything that needs torch is imported inside the commands: --help, show and options answer at once.
 
@@ -92,7 +88,7 @@ def _options(
 def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train a recipe: warm start if it asks for one, ExGRPO, evaluation and export. Run again to resume."""
     config, of_nemo_rl = load_with_report(recipe, overrides or [])
-    with _run(config) as (comm, stop):
+    with whole_run(config) as (comm, stop):
         from exgrpo_megatron.train_command import keep_report, train_and_report  # noqa: PLC0415
 
         keep_report(config, of_nemo_rl, comm)
@@ -103,7 +99,7 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Supervised fine-tuning of a recipe's model (its `sft:` section), exported to <logger.log_dir>/sft/hf."""
     config = load_recipe(recipe, overrides or [])
-    with _run(config) as (comm, stop):
+    with whole_run(config) as (comm, stop):
         from exgrpo_megatron import build, session  # noqa: PLC0415
         from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
         from exgrpo_megatron.train_command import reporter_of  # noqa: PLC0415
@@ -232,13 +228,3 @@ for other in (
     result_commands.sweep,
 ):
     app.command()(other)
-
-
-@contextmanager
-def _run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
-    """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal."""
-    with process_group(config) as comm:
-        from exgrpo_megatron.run_folder import locked_folder  # noqa: PLC0415
-
-        with locked_folder(config, comm), StopSignal(announce=comm.is_main).installed() as stop:
-            yield comm, stop

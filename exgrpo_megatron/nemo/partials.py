@@ -13,7 +13,7 @@ from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.nemo.task import section, train
-from exgrpo_megatron.recipe import given_keys, overridden, parse_recipe, parse_yaml
+from exgrpo_megatron.recipe import given_keys, parse_recipe, parse_yaml
 
 _TARGET, _PARTIAL = "_target_", "_partial_"
 """Keys by which NeMo-Run's YAML says what is called."""
@@ -66,15 +66,17 @@ def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> run.Partial:
     Raises:
         ConfigError: it is another function's, calls something, or is no recipe.
     """
-    given = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    try:
+        given = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     target = given.get(_TARGET)
     if target != f"{train.__module__}.{train.__qualname__}":
         raise ConfigError(f"{path}: _target_ = {target!r}: only tasks of exgrpo_megatron.nemo are launched here")
     unknown = sorted(set(given) - {_TARGET, _PARTIAL, "config", "python", "folder"})
     if unknown:
         raise ConfigError(f"{path}: {', '.join(unknown)}: a task has config, python and folder")
-    raw = overridden(_without_targets(given.get("config"), f"{path}: config"), overrides)
-    parse_recipe(raw, source=str(path))
+    raw = given_keys(_without_targets(given.get("config") or {}, f"{path}: config"), overrides)
     return run.Partial(
         train, config=_structured(raw), python=given.get("python") or "", folder=given.get("folder") or ""
     )
