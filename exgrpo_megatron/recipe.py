@@ -96,7 +96,23 @@ def load_with_report(
     recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> tuple[Config, str | None]:
     """The same, and what became of its keys where the file is a configuration of NeMo-RL (docs/nemo.md), else None."""
-    source = "recipe" if isinstance(recipe, Mapping) else str(recipe)
+    raw, report = _read_given(recipe, overrides)
+    return parse_recipe(raw, source=_source(recipe)), report
+
+
+def given_keys(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> dict[str, Any]:
+    """What the recipe, those beneath it and the overrides set, and nothing else, as nested dictionaries; raises
+    ConfigError where it is no recipe."""
+    raw, _ = _read_given(recipe, overrides)
+    parse_recipe(raw, source=_source(recipe))
+    return raw
+
+
+def _read_given(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any]
+) -> tuple[dict[str, Any], str | None]:
     if isinstance(recipe, Mapping):
         raw = _over_defaults(with_names(recipe, ""), Path("recipe"), ())
     else:
@@ -105,9 +121,13 @@ def load_with_report(
     for name, value in given:
         _apply_override(raw, name, with_names(value, name))
     if not is_nemo_rl(raw):
-        return parse_recipe(raw, source=source), None
-    translation = translate(raw, source)
-    return parse_recipe(translation.recipe, source=source), translation.report(source)
+        return raw, None
+    translation = translate(raw, _source(recipe))
+    return translation.recipe, translation.report(_source(recipe))
+
+
+def _source(recipe: str | Path | Mapping[str, Any]) -> str:
+    return "recipe" if isinstance(recipe, Mapping) else str(recipe)
 
 
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Config:
@@ -264,7 +284,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})\Z"), list("-+.0123456789"))
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Raises ConfigError with what is wrong with the text."""
     try:
         return yaml.load(text, Loader=_Loader)
@@ -308,7 +328,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that no file can have
         raise ConfigError(f"{path}: cannot be read as a recipe: {error}") from None
     try:
-        raw = _parse_yaml(text)
+        raw = parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
@@ -345,7 +365,7 @@ def _parsed_override(override: str) -> tuple[str, Any]:
     if not separator or not name:
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     try:
-        return name, _parse_yaml(text)
+        return name, parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"override {_shown(override)}: {error}") from None
 
