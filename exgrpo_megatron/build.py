@@ -25,6 +25,7 @@ from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import NO_QUESTIONS, QuestionSet, load_questions
 from exgrpo_megatron.data.sft import SFTBatches
 from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
+from exgrpo_megatron.debug.watch import BadStepWatch
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
@@ -267,6 +268,7 @@ def build_parts(
         model_dir=inputs.model_dir,
         demonstrations=inputs.demonstrations,
         recent=RecentAnswers(config.repo, config.grpo.seed, comm) if config.repo.enabled else None,
+        watch=BadStepWatch(config) if config.debug.enabled else None,
     )
 
 
