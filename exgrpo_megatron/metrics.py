@@ -471,7 +471,7 @@ def metrics_markdown() -> str:
         "# Metrics",
         "",
         "Written once a step to `<run>/metrics.jsonl` (one JSON object a line, with `step`), and under the same names",
-        "to TensorBoard (unless turned off), W&B and MLflow (where turned on: [loggers.md](loggers.md)). An evaluation",
+        "to TensorBoard (unless turned off), W&B and MLflow (where turned on, [loggers.md](loggers.md)). An evaluation",
         "has a line of its own with the step after which it ran (0: before the first). A value that was not finite is",
         "`null`. A ratio is a token's w = exp(logp_new - logp_old).",
         "",

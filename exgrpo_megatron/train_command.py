@@ -35,12 +35,13 @@ STEP_LINE_LEGEND = (
 )
 
 
-def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> None:
-    """Train to the last step or to a signal, then show what came of it."""
+def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
+    """Train to the last step or to a signal, then show what came of it; None where the signal came before the first."""
     started = time.monotonic()
     outcome = _train(config, comm, stop)
     if comm.is_main:
         _finish(outcome, config, time.monotonic() - started)
+    return outcome
 
 
 def keep_report(config: Config, report: str | None, comm: Communicator) -> None:

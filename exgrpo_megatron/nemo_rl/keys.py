@@ -32,7 +32,7 @@ _GRPO: dict[str, Row] = {
             "grpo.adv_estimator.normalize_rewards",
             "grpo.adv_estimator.use_leave_one_out_baseline",
         ),
-        by("each alone; both true are refused: theirs divides by the deviation of the others", rules.estimator),
+        by("those of `grpo.adv_estimator` where both are given", rules.estimator),
     ),
     "grpo.adv_estimator.name": only("grpo", reason="advantages are those of GRPO"),
     "grpo.adv_estimator.minus_baseline": left("of Reinforce++ alone"),

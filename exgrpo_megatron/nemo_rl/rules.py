@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.nemo_rl.verdicts import NEUTRAL, Given, Leaf, Leave, Refuse, Take, Verdict, shown
 
@@ -27,16 +25,7 @@ def estimator(leaf: Leaf) -> Verdict:
     of_estimator = f"grpo.adv_estimator.{name}"
     if leaf.key != of_estimator and of_estimator in leaf.given:
         return Leave("the same key of grpo.adv_estimator is what counts")
-    if name == "use_leave_one_out_baseline" and leaf.value is True and _of_estimator(leaf.given, "normalize_rewards"):
-        return Refuse(
-            "with normalize_rewards = true it divides by the deviation of the other members, not of the group",
-            "grpo.use_leave_one_out_baseline=false, or grpo.normalize_rewards=false",
-        )
     return Take({f"grpo.{name}": leaf.value}, "" if leaf.key == f"grpo.{name}" else f"is grpo.{name}")
-
-
-def _of_estimator(given: Given, name: str) -> Any:
-    return given.get(f"grpo.adv_estimator.{name}", given.get(f"grpo.{name}"))
 
 
 def reward_shaping(leaf: Leaf) -> Verdict:
