@@ -85,6 +85,8 @@ def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
         Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
     for line in question_checks.describe_questions(inputs):
         say(comm, line)
+    for line in question_checks.check_best_checkpoint(config, inputs):
+        say(comm, line)
     for path in checkpoint_store(config, comm).not_whole():
         say(comm, f"warning: {path} is no whole checkpoint (it has no state.json), so nothing goes on from it")
 
