@@ -15,6 +15,7 @@ from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.loggers.choice import check_loggers
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
@@ -34,12 +35,13 @@ STEP_LINE_LEGEND = (
 )
 
 
-def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> None:
-    """Train to the last step or to a signal, then show what came of it."""
+def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
+    """Train to the last step or to a signal, then show what came of it; None where the signal came before the first."""
     started = time.monotonic()
     outcome = _train(config, comm, stop)
     if comm.is_main:
         _finish(outcome, config, time.monotonic() - started)
+    return outcome
 
 
 def keep_report(config: Config, report: str | None, comm: Communicator) -> None:
@@ -61,6 +63,8 @@ def reporter_of(comm: Communicator, total_steps: int, label: str, done_steps: in
 
 def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
     """Everything up to the summary; None where a signal stopped the warm start."""
+    with together(comm):
+        check_loggers(config.logger)
     inputs = build.load_inputs(config, comm)
     _describe(config, inputs, comm)
     finished = session.finished_run(config, inputs, comm)
