@@ -10,6 +10,7 @@ from pydantic import model_validator
 from exgrpo_megatron.config.data import DataConfig
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.experience import ExperienceConfig
+from exgrpo_megatron.config.loggers import LoggerConfig
 from exgrpo_megatron.config.objective import (
     VARIANTS,
     GRPOConfig,
@@ -20,7 +21,7 @@ from exgrpo_megatron.config.objective import (
 from exgrpo_megatron.config.policy import PolicyConfig
 from exgrpo_megatron.config.repo import RepoConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE
-from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, LoggerConfig, SFTConfig
+from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, SFTConfig
 from exgrpo_megatron.config.section import Section, key
 from exgrpo_megatron.config.strategy import STRATEGY_SWITCHES, check_size, check_strategy
 

@@ -185,6 +185,14 @@ def metric_name(leaf: Leaf) -> Verdict:
     return Refuse("the best checkpoint is that of a metric of the evaluations", f"{leaf.key}=validation/pass_rate_t1")
 
 
+def tool(leaf: Leaf) -> Verdict:
+    """Keys of a logger, of which those of one that is off say nothing; null is always what is not given."""
+    section = leaf.key.rpartition(".")[0]
+    if leaf.given.get(f"{section}_enabled") is not True:
+        return Leave(f"{section}_enabled = false")
+    return Leave(NEUTRAL) if leaf.value is None else Take({leaf.key: leaf.value})
+
+
 def updates_per_step(given: Given) -> int:
     """Optimiser steps of a training step."""
     answers = _whole(given, "grpo.num_prompts_per_step") * _whole(given, "grpo.num_generations_per_prompt")

@@ -12,7 +12,8 @@ from exgrpo_megatron.agreement import AgreementGate
 from exgrpo_megatron.algorithm.guards import Guards
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import AlarmsConfig, EnvConfig, GuardsConfig, MathEnvConfig
-from exgrpo_megatron.errors import ConfigError, UserError
+from exgrpo_megatron.data.order import QuestionOrder
+from exgrpo_megatron.errors import ConfigError, DataError, UserError
 from exgrpo_megatron.experience.alarms import Alarms
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.files import Row, write_answers
@@ -141,6 +142,15 @@ def drained(place: Place) -> str:
     del place
     alarms = Alarms(AlarmsConfig(), last_step=700)
     return "\n".join(alarms.observe(412, {"freshness/data_left": 0.18, "freshness/steps_left": 103.0}))
+
+
+@trouble
+def ran_dry(place: Place) -> str:
+    """A step that replays two of four questions, of which new ones would have to be three."""
+    del place
+    questions = [Question(f"q{n}", np.array([n], np.int32), str(n)) for n in range(4)]
+    order = QuestionOrder(questions, seed=0, epoch_order="reshuffle")
+    return error_of(DataError, lambda: order.take(3, {"q0", "q1"}))
 
 
 @trouble
