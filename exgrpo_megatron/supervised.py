@@ -57,6 +57,8 @@ def supervised_run(
             return not comm.anywhere(stop.requested)
 
         trainer.fit(after_step)
+    for line in metrics.lost():
+        reporter.note(line)
     if trainer.last_step < trainer.max_num_steps:
         halfway.save(reporter)
         return None

@@ -15,13 +15,14 @@ from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.loggers.choice import check_loggers
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
 from exgrpo_megatron.report.console import ProgressReporter, budget_text
 from exgrpo_megatron.report.dashboard import write_dashboard
 from exgrpo_megatron.report.summary import before_and_after, health_lines, run_summary
-from exgrpo_megatron.report.tables import numbers_table, variant_table
+from exgrpo_megatron.report.tables import idle_experience, numbers_table, variant_table
 from exgrpo_megatron.run_folder import METRICS_FILE, NEMO_RL_FILE, RECIPE_FILE, RunFolder, checkpoint_store
 from exgrpo_megatron.session import RunOutcome
 from exgrpo_megatron.stop import StopSignal
@@ -34,12 +35,13 @@ STEP_LINE_LEGEND = (
 )
 
 
-def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> None:
-    """Train to the last step or to a signal, then show what came of it."""
+def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
+    """Train to the last step or to a signal, then show what came of it; None where the signal came before the first."""
     started = time.monotonic()
     outcome = _train(config, comm, stop)
     if comm.is_main:
         _finish(outcome, config, time.monotonic() - started)
+    return outcome
 
 
 def keep_report(config: Config, report: str | None, comm: Communicator) -> None:
@@ -61,6 +63,8 @@ def reporter_of(comm: Communicator, total_steps: int, label: str, done_steps: in
 
 def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
     """Everything up to the summary; None where a signal stopped the warm start."""
+    with together(comm):
+        check_loggers(config.logger)
     with comm.places.inside("reading the model's configuration and the questions"):
         inputs = build.load_inputs(config, comm)
     _describe(config, inputs, comm)
@@ -82,7 +86,11 @@ def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
     """What is about to be trained, on what, and what was found that should not be there."""
     if comm.is_main:
         Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
+        if idle := idle_experience(config):
+            say(comm, idle)
     for line in question_checks.describe_questions(inputs):
+        say(comm, line)
+    for line in question_checks.check_best_checkpoint(config, inputs):
         say(comm, line)
     for path in checkpoint_store(config, comm).not_whole():
         say(comm, f"warning: {path} is no whole checkpoint (it has no state.json), so nothing goes on from it")

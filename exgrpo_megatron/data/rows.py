@@ -113,6 +113,14 @@ def _jsonl_row(line: bytes, place: str, columns: Sequence[str]) -> Row:
     return Row(place, values)
 
 
+def row_of_mapping(values: Mapping[str, Any], place: str, columns: Sequence[str]) -> Row:
+    """A row that is there already; DataError where it is no mapping with these columns."""
+    if not isinstance(values, Mapping):
+        raise DataError(f"{place}: must be a mapping with the columns {_list(columns)}, found {_shown(values)}")
+    _check_columns(place, columns, [str(name) for name in values])
+    return Row(place, dict(values))
+
+
 def _unique_keys(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     _check_unique(place, [name for name, _ in pairs])
     return dict(pairs)
