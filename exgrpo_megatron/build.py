@@ -164,7 +164,10 @@ def base_model(config: Config, comm: Communicator) -> Path:
     name = config.policy.model_name
     if not is_embedded(name):
         if not Path(name).is_dir():
-            raise ConfigError(f"policy.model_name = {name!r}: no such model folder (and not an embedded: model)")
+            raise ConfigError(
+                f"policy.model_name = {name!r}: no such model folder (and not an embedded: model). Nothing is "
+                f"downloaded; a model of a hub is put there by hf download {name} --local-dir {name}"
+            )
         return Path(name)
     folder = Path(config.logger.log_dir) / "model"
     if comm.is_main:
@@ -405,5 +408,5 @@ def _check_enough_questions(config: Config, train: QuestionSet) -> None:
         raise ConfigError(
             f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions "
             f"left after the length filter ({len(train.dropped_too_long)} were too long) and data.train.pass_rate_band "
-            f"or _range ({len(train.dropped_by_pass_rate)} were outside)"
+            f"or _range ({len(train.dropped_by_pass_rate)} were outside): lower it, or give more questions"
         )

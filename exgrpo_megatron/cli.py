@@ -15,6 +15,7 @@ from exgrpo_megatron import (
     __version__,
     data_command,
     experience_command,
+    launching_commands,
     model_commands,
     planning_commands,
     result_commands,
@@ -100,9 +101,13 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     config = load_recipe(recipe, overrides or [])
     with whole_run(config) as (comm, stop):
         from exgrpo_megatron import build, session  # noqa: PLC0415
+        from exgrpo_megatron.comm import together  # noqa: PLC0415
+        from exgrpo_megatron.loggers.choice import check_loggers  # noqa: PLC0415
         from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
         from exgrpo_megatron.train_command import reporter_of  # noqa: PLC0415
 
+        with together(comm):
+            check_loggers(config.logger)
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
         with reporter_of(comm, config.sft.max_num_steps, "sft") as reporter:
@@ -220,7 +225,7 @@ for other in (
     planning_commands.show,
     planning_commands.options,
     planning_commands.simulate,
-    planning_commands.launch,
+    launching_commands.launch,
     model_commands.convert,
     model_commands.export,
     result_commands.report,

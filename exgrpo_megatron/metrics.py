@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -271,6 +271,39 @@ class MetricSink(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class AnswerRow:
+    """One answer of a step, for people to read."""
+
+    question_id: str
+    question: str
+    answer: str
+    gold: str
+    reward: float
+    correct: bool
+    replayed: bool
+    tokens: int
+
+
+class RunSink(MetricSink, Protocol):
+    """A tool of others that has the run, with more of it than metrics."""
+
+    title: str
+    where: str
+    """An address or a folder."""
+
+    def answers(self, step: int, rows: Sequence[AnswerRow]) -> None:
+        """Keep some answers of a step; comes before its metrics."""
+
+    def finish(self, summary: Mapping[str, float | str], files: Sequence[Path]) -> None:
+        """The last step is done: keep what came of the run."""
+
+    def close(self, *, failed: bool = False) -> None: ...
+
+    def lost(self) -> list[str]:
+        """A line for each kind of thing it did not get, once it is closed."""
+
+
 class JsonlSink:
     """One JSON object a line, `{"step": n, name: value, ...}`, handed over when `write` returns; NaN and inf as null.
 
@@ -341,8 +374,9 @@ class TensorBoardSink:
 class MetricsLogger:
     """Checks metrics and hands them to every sink."""
 
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, sinks: Sequence[MetricSink], tools: Sequence[RunSink] = ()) -> None:
+        """`tools` get the metrics too, after `sinks`."""
+        self._sinks, self._tools = (*sinks, *tools), tuple(tools)
         self.nonfinite_values = 0
         """NaN and infinities seen so far; each is also warned of by name."""
 
@@ -360,9 +394,34 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.truncate_after(step)
 
-    def close(self) -> None:
-        for sink in self._sinks:
+    def answers(self, step: int, rows: Callable[[], Sequence[AnswerRow]]) -> None:
+        """Hand some answers of a step to the tools, before its metrics; `rows` is asked only where there are any."""
+        if self._tools:
+            found = rows()
+            for tool in self._tools:
+                tool.answers(step, found)
+
+    def finish(self, summary: Callable[[], Mapping[str, float | str]], files: Sequence[Path]) -> None:
+        """Tell the tools what came of the run."""
+        if self._tools:
+            found = summary()
+            for tool in self._tools:
+                tool.finish(found, files)
+
+    def where(self) -> dict[str, str]:
+        """Where the tools have the run."""
+        return {tool.title: tool.where for tool in self._tools}
+
+    def lost(self) -> list[str]:
+        """What the tools did not get, once they are closed."""
+        return [line for tool in self._tools for line in tool.lost()]
+
+    def close(self, *, failed: bool = False) -> None:
+        """`failed`: an error ended the run."""
+        for sink in self._sinks[: len(self._sinks) - len(self._tools)]:
             sink.close()
+        for tool in self._tools:
+            tool.close(failed=failed)
 
 
 def ratio_summary(prefix: str, log_ratios: NDArray[np.floating]) -> dict[str, float]:
@@ -411,9 +470,10 @@ def metrics_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Written once a step to `<run>/metrics.jsonl` (one JSON object a line, with `step`) and, unless turned off, to",
-        "TensorBoard under the same names. An evaluation has a line of its own with the step after which it ran (0:",
-        "before the first). A value that was not finite is `null`. A ratio is a token's w = exp(logp_new - logp_old).",
+        "Written once a step to `<run>/metrics.jsonl` (one JSON object a line, with `step`), and under the same names",
+        "to TensorBoard (unless turned off), W&B and MLflow (where turned on, [loggers.md](loggers.md)). An evaluation",
+        "has a line of its own with the step after which it ran (0: before the first). A value that was not finite is",
+        "`null`. A ratio is a token's w = exp(logp_new - logp_old).",
         "",
         "This file is generated: change `exgrpo_megatron/metrics.py`, then run `make docs`.",
         "",

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -88,11 +89,14 @@ def process_group(config: Config) -> Iterator[DataParallel]:
 
     Raises:
         LostRankError: another process ended early.
+        UserError: the GPU's memory did not suffice.
     """
     # Idle OpenMP threads sleep instead of spinning: on a machine that is shared, spinning made a step ten times slower.
     # Read when torch is loaded, below; a user's own setting stands.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     quiet_libraries()
+    import torch  # noqa: PLC0415
+
     from exgrpo_megatron.policy import distributed  # noqa: PLC0415
 
     quiet_transformers()
@@ -103,6 +107,8 @@ def process_group(config: Config) -> Iterator[DataParallel]:
     except (RuntimeError, UserError) as error:
         if comm.world_size > 1 and distributed.lost_rank(error):
             raise _lost_rank(comm) from error
+        if isinstance(error, torch.OutOfMemoryError):
+            raise _out_of_memory(error) from error
         raise
     finally:
         comm.shutdown()
@@ -130,6 +136,17 @@ def _lost_rank(comm: DataParallel) -> LostRankError:
         f"{ranks} ended without a message: killed, perhaps for want of memory, of which the kernel's log would tell; "
         "the others cannot go on without it, and the same command goes on from the newest checkpoint",
         killed,
+    )
+
+
+def _out_of_memory(error: BaseException) -> UserError:
+    """What torch says of the sizes, and the last function of this program before it."""
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "exgrpo_" in frame.filename]
+    where = f" in {ours[-1].name} ({Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else ""
+    sizes = str(error).split(" Including ")[0].split("\n")[0]
+    return UserError(
+        f"out of memory{where}: {sizes} `exgrpo show RECIPE --world-size N` says what each phase of a step needs, and "
+        "docs/operations.md in which order to change what; the same command goes on from the newest checkpoint"
     )
 
 

@@ -19,6 +19,7 @@ from exgrpo_megatron.config import Config, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.functions import with_names
 from exgrpo_megatron.nemo_rl import is_nemo_rl, translate
+from exgrpo_megatron.verl_keys import verl_advice
 
 NEMO_RL_ADVICE = {
     "cluster.segment_size": "leave it out; placement is the launcher's",
@@ -31,8 +32,9 @@ NEMO_RL_ADVICE = {
     "grpo.reward_shaping.stop_properly_penalty_coef": "use grpo.overlong_filtering or the other keys of reward_shaping",
     "grpo.use_dynamic_sampling": "leave it out; experience.replay_ratio raises the share of mixed groups",
     "grpo.val_batch_size": "leave it out; policy.generation.max_batch_size bounds the batch",
-    "logger.mlflow_enabled": "not supported yet; metrics.jsonl and TensorBoard are written",
-    "logger.wandb_enabled": "not supported yet; metrics.jsonl and TensorBoard are written",
+    "logger.mlflow.run_id": "leave it out; a run goes on with the MLflow run it began",
+    "logger.monitor_gpus": "leave it out; W&B watches the machine by itself",
+    "logger.swanlab_enabled": "leave it out; use logger.wandb_enabled or logger.mlflow_enabled",
     "loss_fn.reference_policy_kl_penalty": "leave it out; ExGRPO has no reference model",
     "loss_fn.sequence_level_importance_ratios": "leave it out; loss_fn.rollout_is is the level of the correction alone",
     "loss_fn.token_level_loss": "use loss_fn.normalizer",
@@ -94,7 +96,23 @@ def load_with_report(
     recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> tuple[Config, str | None]:
     """The same, and what became of its keys where the file is a configuration of NeMo-RL (docs/nemo.md), else None."""
-    source = "recipe" if isinstance(recipe, Mapping) else str(recipe)
+    raw, report = _read_given(recipe, overrides)
+    return parse_recipe(raw, source=_source(recipe)), report
+
+
+def given_keys(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> dict[str, Any]:
+    """What the recipe, those beneath it and the overrides set, and nothing else, as nested dictionaries; raises
+    ConfigError where it is no recipe."""
+    raw, _ = _read_given(recipe, overrides)
+    parse_recipe(raw, source=_source(recipe))
+    return raw
+
+
+def _read_given(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any]
+) -> tuple[dict[str, Any], str | None]:
     if isinstance(recipe, Mapping):
         raw = _over_defaults(with_names(recipe, ""), Path("recipe"), ())
     else:
@@ -103,9 +121,13 @@ def load_with_report(
     for name, value in given:
         _apply_override(raw, name, with_names(value, name))
     if not is_nemo_rl(raw):
-        return parse_recipe(raw, source=source), None
-    translation = translate(raw, source)
-    return parse_recipe(translation.recipe, source=source), translation.report(source)
+        return raw, None
+    translation = translate(raw, _source(recipe))
+    return translation.recipe, translation.report(_source(recipe))
+
+
+def _source(recipe: str | Path | Mapping[str, Any]) -> str:
+    return "recipe" if isinstance(recipe, Mapping) else str(recipe)
 
 
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Config:
@@ -262,7 +284,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})\Z"), list("-+.0123456789"))
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Raises ConfigError with what is wrong with the text."""
     try:
         return yaml.load(text, Loader=_Loader)
@@ -306,7 +328,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that no file can have
         raise ConfigError(f"{path}: cannot be read as a recipe: {error}") from None
     try:
-        raw = _parse_yaml(text)
+        raw = parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
@@ -343,7 +365,7 @@ def _parsed_override(override: str) -> tuple[str, Any]:
     if not separator or not name:
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     try:
-        return name, _parse_yaml(text)
+        return name, parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"override {_shown(override)}: {error}") from None
 
@@ -368,6 +390,8 @@ def _explain(item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{dotted}: {message}" if dotted else message
+    if item["type"] == "string_type" and isinstance(item["input"], dict):
+        message += "; a text in braces needs quotes"
     meaning = next((option.meaning for option in options() if option.name == dotted), "")
     return f"{dotted} = {_shown(item['input'])}: {message}{f' ({meaning})' if meaning else ''}"
 
@@ -384,6 +408,8 @@ def _unknown_key(dotted: str) -> str:
     for name, advice in NEMO_RL_ADVICE.items():
         if dotted == name or dotted.startswith(name + "."):
             return f"{dotted}: not a key of this recipe: {advice}"
+    if of_verl := verl_advice(dotted):
+        return f"{dotted}: not a key of this recipe: {of_verl}"
     known = [option.name for option in options()]
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.0)
     same_leaf = [name for name in known if name.split(".")[-1] == dotted.split(".")[-1]]

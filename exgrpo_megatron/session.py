@@ -22,7 +22,8 @@ from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.history import HistoryWriter
 from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.metrics import MetricsLogger, read_metrics
+from exgrpo_megatron.loggers.content import answer_rows, run_outcome
+from exgrpo_megatron.metrics import AnswerRow, MetricsLogger, read_metrics
 from exgrpo_megatron.parts import Reporter
 from exgrpo_megatron.prefill import load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
@@ -117,7 +118,11 @@ class TrainingRun:
                 with self.store.kept():
                     self.trainer.fit(until, self._after_step(metrics, history, stop, compared))
             finished = self.trainer.last_step >= until
-            export = self._export() if finished and self.config.checkpointing.export_hf else None
+            export = self._export(metrics) if finished and self.config.checkpointing.export_hf else None
+            if finished:
+                metrics.finish(partial(self._outcome, export), [export / "README.md"] if export else [])
+        for line in metrics.lost():
+            self.reporter.note(line)
         return RunOutcome(self.folder.path, self.trainer.last_step, first_step, finished, self.last_checkpoint, export)
 
     def _after_step(
@@ -133,6 +138,8 @@ class TrainingRun:
             self.reporter.step_line(result.metrics)
             for warning in result.warnings:
                 self.reporter.note(f"step {result.step}: {warning}")
+            if result.step == 1 or due or last:
+                metrics.answers(result.step, partial(self._some_answers, result))
             compared = bool(self.gate and self.gate.due(result.step))
             values = {
                 **result.metrics,
@@ -172,6 +179,12 @@ class TrainingRun:
                 raise UserError(agreement.fault)
             self.reporter.note(f"step {step}: {agreement.fault}")
         return agreement.metrics
+
+    def _some_answers(self, result: StepResult) -> list[AnswerRow]:
+        return answer_rows(result.groups, self.config.logger.num_answers, self.parts.tokenizer.decode)
+
+    def _outcome(self, export: Path | None) -> dict[str, float | str]:
+        return run_outcome(read_metrics(self.folder.path / METRICS_FILE), self.trainer.last_step, str(export or "none"))
 
     def _open_metrics(self) -> AbstractContextManager[MetricsLogger]:
         if self.comm.is_main:
@@ -259,11 +272,18 @@ class TrainingRun:
         quarantine = self.config.experience.on_corruption == "quarantine"
         return quarantine and file.startswith("experience/segments/")
 
-    def _export(self) -> Path:
+    def _export(self, metrics: MetricsLogger) -> Path:
         from exgrpo_megatron.policy.export import export_hf  # noqa: PLC0415
 
         records = read_metrics(self.folder.path / METRICS_FILE) if self.comm.is_main else []
-        trained = TrainedModel(self.config, self.trainer.last_step, self.data, self.inputs.train.fingerprint, records)
+        trained = TrainedModel(
+            self.config,
+            self.trainer.last_step,
+            self.data,
+            self.inputs.train.fingerprint,
+            records,
+            logged=metrics.where(),
+        )
         report = export_hf(
             self.actor, self.folder.export, self.inputs.model_dir, _what_goes_along(self.inputs, trained)
         )
@@ -329,6 +349,8 @@ def supervised_run(
             return not comm.anywhere(stop.requested)
 
         trainer.fit(after_step)
+    for line in metrics.lost():
+        reporter.note(line)
     if trainer.last_step < trainer.max_num_steps:
         return None
     _check_finite(trainer, actor)

@@ -15,6 +15,7 @@ from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.loggers.choice import check_loggers
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
@@ -62,6 +63,8 @@ def reporter_of(comm: Communicator, total_steps: int, label: str, done_steps: in
 
 def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
     """Everything up to the summary; None where a signal stopped the warm start."""
+    with together(comm):
+        check_loggers(config.logger)
     inputs = build.load_inputs(config, comm)
     _describe(config, inputs, comm)
     finished = session.finished_run(config, inputs, comm)

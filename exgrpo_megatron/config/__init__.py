@@ -14,6 +14,7 @@ from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.eval_sets import EvalGroup, EvalSetConfig
 from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
 from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
+from exgrpo_megatron.config.loggers import LoggerConfig, MLflowConfig, WandbConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
     Fp8Config,
@@ -47,7 +48,6 @@ from exgrpo_megatron.config.run import (
     ClusterConfig,
     EnvConfig,
     EvalConfig,
-    LoggerConfig,
     MathEnvConfig,
     SFTConfig,
 )
@@ -97,6 +97,7 @@ __all__ = [
     "LoggerConfig",
     "LossConfig",
     "LossKernel",
+    "MLflowConfig",
     "MathEnvConfig",
     "MegatronConfig",
     "MegatronOptimizerConfig",
@@ -124,6 +125,7 @@ __all__ = [
     "TokenizerConfig",
     "VariantName",
     "VllmConfig",
+    "WandbConfig",
     "fill_variant",
     "key",
     "whole_share",

@@ -191,16 +191,6 @@ _VALIDATION_METRIC = re.compile(
 )
 
 
-class LoggerConfig(Section):
-    """What is written while training."""
-
-    log_dir: Name = key("runs/default", "folder of the run", "path")
-    tensorboard_enabled: bool = key(True, "write TensorBoard events beside metrics.jsonl")
-    experience_history: bool = key(
-        True, "write what happened to each question, step by step, to experience_history.jsonl (`exgrpo experience`)"
-    )
-
-
 class ClusterConfig(Section):
     """Processes the recipe is meant for; null: however many are launched."""
 

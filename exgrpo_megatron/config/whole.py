@@ -10,6 +10,7 @@ from pydantic import model_validator
 from exgrpo_megatron.config.data import DataConfig
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.experience import ExperienceConfig
+from exgrpo_megatron.config.loggers import LoggerConfig
 from exgrpo_megatron.config.objective import (
     VARIANTS,
     GRPOConfig,
@@ -20,7 +21,7 @@ from exgrpo_megatron.config.objective import (
 from exgrpo_megatron.config.policy import PolicyConfig
 from exgrpo_megatron.config.repo import RepoConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE
-from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, LoggerConfig, SFTConfig
+from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, SFTConfig
 from exgrpo_megatron.config.section import Section, key
 from exgrpo_megatron.config.strategy import STRATEGY_SWITCHES, check_size, check_strategy
 
@@ -55,7 +56,7 @@ class Config(Section):
         if prompt + response > total:
             raise ValueError(
                 f"data.max_input_seq_length + policy.generation.max_new_tokens = {prompt} + {response} is more than "
-                f"policy.max_total_sequence_length = {total}"
+                f"policy.max_total_sequence_length = {total}: raise this, or lower one of the others"
             )
         return self
 

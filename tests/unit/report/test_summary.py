@@ -95,3 +95,14 @@ def test_alarms_and_guards_of_the_run_are_told_at_its_end():
     ]
     assert set(health) <= set(summary(health=health))
     assert health_lines([{"step": 1, "alarm/min_data_left": 0, "guards/crossings": 0, "guards/held": 0}]) == []
+
+
+def test_a_run_in_which_replay_never_began_says_how_near_it_came():
+    on_policy = {"experience/replay_on": 0, "reward/pass_rate_fresh": 0.9}
+    waiting = [{**on_policy, "step": step, "freshness/data_left": 1.0} for step in (1, 2)]
+    waiting[0]["reward/pass_rate_fresh"] = 0.25
+    assert health_lines([on_policy]) == []  # experience.enabled = false
+    assert health_lines(waiting) == [
+        "replay: in none of 2 steps; the pass rate of new questions was 0.900 at most (docs/troubleshooting.md, Replay)"
+    ]
+    assert health_lines([*waiting, {**waiting[1], "experience/replay_on": 1}]) == []
