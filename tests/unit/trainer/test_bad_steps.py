@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import documented
 import numpy as np
 import pytest
 import torch
@@ -84,6 +85,8 @@ def test_the_loss_and_norm_of_a_kept_step_come_out_of_its_numbers_and_of_its_tok
     assert max(update.grad_norm for update in kept.updates) == result.metrics["policy/grad_norm"]
     for update in kept.updates:
         assert loss_of(update) == pytest.approx(update.loss, rel=1e-5, abs=1e-9)
+    (snippet,) = (one.text for one in documented.all_snippets() if one.file == "docs/debug.md")
+    exec(snippet.replace("runs/default/debug/step_000012", str(kept.folder)), {})
     config = replay_recipe(kept.folder)
     again = replayed(kept, kept.folder / "weights", config, data_parallel)
     assert [again[number].loss for number in (0, 1)] == pytest.approx(
