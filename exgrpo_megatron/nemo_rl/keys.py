@@ -148,7 +148,10 @@ _REST: dict[str, Row] = {
     "checkpointing.save_period": same(),
     "checkpointing.higher_is_better": same(),
     "checkpointing.metric_name": by("`val:accuracy`: `validation/pass_rate_t1`", rules.metric_name),
-    "checkpointing.keep_top_k": left("the best checkpoint and the newest (checkpointing.keep_last_n) are kept"),
+    "checkpointing.keep_top_k": by(
+        "besides them the newest are kept; where `metric_name` is null: `checkpointing.keep_last_n`", rules.keep_top_k
+    ),
+    "checkpointing.ft_keep_latest_k": by("`checkpointing.keep_last_n`", rules.keep_latest),
     "checkpointing.checkpoint_must_save_by": left("a signal before the end of the time saves"),
     "checkpointing.model_save_format": left("of NeMo-RL's checkpoints"),
     "checkpointing.save_*": left("of NeMo-RL's checkpoints"),

@@ -185,6 +185,26 @@ def metric_name(leaf: Leaf) -> Verdict:
     return Refuse("the best checkpoint is that of a metric of the evaluations", f"{leaf.key}=validation/pass_rate_t1")
 
 
+def keep_top_k(leaf: Leaf) -> Verdict:
+    """Theirs are the newest where no metric says which are the best."""
+    if leaf.value is None or leaf.given.get("checkpointing.metric_name") is not None:
+        return Take({leaf.key: leaf.value})
+    return Take({"checkpointing.keep_last_n": _newest_kept(leaf)}, "metric_name = null: the newest")
+
+
+def keep_latest(leaf: Leaf) -> Verdict:
+    if leaf.value is None:
+        return Leave(NEUTRAL)
+    return Take({"checkpointing.keep_last_n": _newest_kept(leaf)}, "is checkpointing.keep_last_n")
+
+
+def _newest_kept(leaf: Leaf) -> int:
+    by_metric = leaf.given.get("checkpointing.metric_name") is not None
+    names = ("ft_keep_latest_k",) if by_metric else ("ft_keep_latest_k", "keep_top_k")
+    keys = [f"checkpointing.{name}" for name in names]
+    return max(_whole(leaf.given, key) for key in keys if leaf.given.get(key) is not None)
+
+
 def tool(leaf: Leaf) -> Verdict:
     """Keys of a logger, of which those of one that is off say nothing; null is always what is not given."""
     section = leaf.key.rpartition(".")[0]

@@ -183,6 +183,22 @@ def test_a_forced_ratio_changes_nothing_with_one_optimiser_step():
     assert "there are 4 optimiser steps a training step" in refusal(LARGE, *NEEDED, *LONG, forced)
 
 
+@pytest.mark.parametrize(
+    ("given", "top_k", "last_n"),
+    [
+        ([], 3, 2),  # as published: 3 by val:accuracy
+        (["keep_top_k=null"], None, 2),
+        (["ft_keep_latest_k=5"], 3, 5),
+        (["metric_name=null"], 1, 3),
+        (["metric_name=null", "ft_keep_latest_k=5"], 1, 5),
+        (["metric_name=null", "ft_keep_latest_k=2"], 1, 3),
+    ],
+)
+def test_the_checkpoints_that_it_keeps_are_kept(given, top_k, last_n):
+    kept = load_recipe(SMALL, [*NEEDED, *SHORT, *(f"checkpointing.{override}" for override in given)]).checkpointing
+    assert (kept.keep_top_k, kept.keep_last_n) == (top_k, last_n)
+
+
 def test_what_is_nemo_rls_and_what_is_ours():
     assert is_nemo_rl({"policy": {"megatron_cfg": {"enabled": True}}, "loss_fn": {"reference_policy_kl_penalty": 0}})
     assert not is_nemo_rl({"policy": {"megatron_cfg": {"enabled": True}}, "loss_fn": {}})
