@@ -33,7 +33,7 @@ KINDS = {
     "guarded": {"experience": GUARDED, "loss_fn": CORRECTED, "grpo": {"reward_shaping": PENALTY}},
     # Two optimiser steps a step: in the third both of two answers are right, and questions retire.
     "both": {
-        "experience": {"strategy": "both"}, "grpo": {"num_generations_per_prompt": 2},
+        "experience": {"strategy": "both", "alarms": {"average_steps": 1}}, "grpo": {"num_generations_per_prompt": 2},
         "policy": {"train_global_batch_size": 8},
     },
     "demonstrations": {
