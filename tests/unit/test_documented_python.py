@@ -15,6 +15,10 @@ ELSEWHERE = {
         "tests/unit/policy/test_policy_families.py",
         "SEED_OSS",
     ),
+    ("docs/debug.md", "from pathlib import Path"): (
+        "tests/unit/trainer/test_bad_steps.py",
+        "test_the_documented_snippet",
+    ),
     ("docs/python.md", "from exgrpo_megatron import load_recipe, train"): (
         "tests/unit/cli/test_documented_commands_run.py",
         "test_the_training_snippet",
