@@ -218,7 +218,10 @@ METRICS: dict[str, Metric] = {
     "time/replay_step_s": Metric("s", "replay steps: drawing, reading, forward, backward and optimiser"),
     "time/push_s": Metric("s", "handing new weights to the rollout engine"),
     "time/record_s": Metric("s", "recording groups into experience"),
+    "time/other_s": Metric("s", "the rest of the step: on one rank all of these add up to the next"),
     "time/step_s": Metric("s", "the whole step, without evaluation and checkpoints"),
+    "time/evaluate_s": Metric("s", "the evaluation after the step"),
+    "time/compare_s": Metric("s", "comparing the engine with the actor after the step, or before it (vllm only)"),
     "time/save_s": Metric(
         "s", "how long training stood still before the step to take a checkpoint, or to make one whole"
     ),

@@ -180,20 +180,22 @@ class TrainingRun:
     def _evaluate(self, step: int) -> dict[str, float]:
         if self.evaluator is None:
             return {}
+        started = time.perf_counter()
         metrics = self.evaluator.run().metrics
         self.reporter.note(evaluation_line(step, metrics, self.config.eval.temperature))
-        return metrics
+        return {**metrics, "time/evaluate_s": time.perf_counter() - started}
 
     def _compare(self, step: int, questions: Sequence[Question]) -> dict[str, float]:
         """Engine against actor; raises UserError where they are too far apart and the recipe says to stop then."""
         if self.gate is None:
             return {}
+        started = time.perf_counter()
         agreement = self.gate.compare(step, questions)
         if agreement.fault is not None:
             if self.gate.stops:
                 raise UserError(agreement.fault)
             self.reporter.note(f"step {step}: {agreement.fault}")
-        return agreement.metrics
+        return {**agreement.metrics, "time/compare_s": time.perf_counter() - started}
 
     def _some_answers(self, result: StepResult) -> list[AnswerRow]:
         return answer_rows(result.groups, self.config.logger.num_answers, self.parts.tokenizer.decode)

@@ -53,7 +53,8 @@ class StepClock:
 
     def metrics(self) -> dict[str, float]:
         named = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
-        return {**named, "time/step_s": time.perf_counter() - self.started}
+        whole = time.perf_counter() - self.started
+        return {**named, "time/other_s": whole - sum(named.values()), "time/step_s": whole}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REGISTER = ROOT / "tests" / "documented_commands.yaml"
 PROGRAMS = {
     *(".ci/run", "bash", "cd", "cp", "curl", "docker", "exgrpo", "export", "git", "hf", "lm_eval", "make", "mkdir"),
-    *("nemo", "pip", "python", "sbatch", "scancel", "source", "squeue", "srun", "torchrun", "uv", "vllm"),
+    *("nemo", "nemorun", "pip", "python", "sbatch", "scancel", "source", "squeue", "srun", "torchrun", "uv", "vllm"),
 }
 """What a command begins with. A block of code that begins with another word is no block of commands."""
 
@@ -102,6 +102,11 @@ class Entry:
         return self.command == text
 
 
+def messages() -> list[str]:
+    """Texts in blocks of code that begin like commands."""
+    return list(yaml.safe_load(REGISTER.read_text(encoding="utf-8"))["texts"])
+
+
 def register() -> tuple[list[Entry], dict[str, str]]:
     """The entries, and what stands for the placeholders of the documents."""
     content = yaml.safe_load(REGISTER.read_text(encoding="utf-8"))
@@ -173,7 +178,7 @@ def _is_command(text: str) -> bool:
     """Whether a block is one of commands: by its first line that is no comment."""
     first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
     start = _START.match(first.strip())
-    return start is not None and start[2] in PROGRAMS
+    return start is not None and start[2] in PROGRAMS and text.strip() not in messages()
 
 
 def _is_python(text: str) -> bool:

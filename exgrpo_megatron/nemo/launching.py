@@ -111,8 +111,8 @@ def _signals_passed_on() -> Iterator[list[Path]]:
     process_ids: list[Path] = []
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
-        if not process_ids:
-            raise KeyboardInterrupt  # nothing is started yet
+        if not process_ids or not process_ids[0].parent.exists():  # the script is not even written
+            raise KeyboardInterrupt
         _stop_asked(process_ids[0]).touch()  # where it has not begun
         with suppress(FileNotFoundError, ProcessLookupError, ValueError):
             os.kill(int(process_ids[0].read_text()), signal.SIGTERM)

@@ -10,14 +10,30 @@ from exgrpo_kernels import logprobs as logprobs_of
 
 SNIPPETS = {(snippet.file, snippet.text.splitlines()[0]): snippet.text for snippet in documented.all_snippets()}
 ELSEWHERE = {
-    # (file, first line): the test that runs it
+    # (file, first line): the test that runs it, or the same with what is there
     ("docs/conversion.md", "from exgrpo_conversion.families.family import DENSE_LAYER, QKV_BIAS, Family"): (
         "tests/unit/policy/test_policy_families.py",
         "SEED_OSS",
     ),
+    ("docs/debug.md", "from pathlib import Path"): (
+        "tests/unit/trainer/test_bad_steps.py",
+        "test_the_documented_snippet",
+    ),
     ("docs/python.md", "from exgrpo_megatron import load_recipe, train"): (
         "tests/unit/cli/test_documented_commands_run.py",
         "test_the_training_snippet",
+    ),
+    ("docs/debug.md", "from pathlib import Path"): (
+        "tests/unit/trainer/test_bad_steps.py",
+        "test_the_loss_and_norm_of_a_kept_step_come_out_of_its_numbers_and_of_its_tokens",
+    ),
+    ("docs/migrating.md", "from my_project.scores import compute_score"): (
+        "tests/unit/test_migrating_document.py",
+        "test_a_function_of_verl_can_be_wrapped_as_the_page_says",
+    ),
+    ("docs/nemo.md", "import nemo_run as run"): (
+        "tests/others/test_nemo_run.py",
+        "test_a_job_of_nemo_run_stops_before_the_time_limit_queues_itself_again_and_goes_on",
     ),
 }
 QUESTIONS = ("docs/data.md", "def questions():")

@@ -109,7 +109,7 @@ def test_programs_and_make_targets_are_there():
         words = [word for word in filled_in(command.text, PLACEHOLDERS) if not re.match(r"[A-Z_]+=", word)]
         if words[0] == "make":
             assert words[1] in targets, command.place
-        if words[0] == "python" and words[1] != "-c":
+        if words[0] == "python" and not words[1].startswith("-"):
             assert (ROOT / words[1]).is_file(), command.place
 
 
@@ -124,7 +124,10 @@ def test_commands_within_sentences_exist(here):
         try:
             resolve(parsed(words[1:]))
         except USAGE as error:
-            if "Missing" not in str(error):
+            if (
+                not re.search("Missing|requires an argument", str(error))
+                and type(error).__name__ != "NoArgsIsHelpError"
+            ):
                 raise AssertionError(f"{place}: {text}") from error
 
 
@@ -140,7 +143,7 @@ def parsed(words):
     """(name of the command, its parameters); raises click's error for what it does not take."""
     command = typer.main.get_command(cli.app)
     name, context = "exgrpo", None
-    while hasattr(command, "resolve_command"):  # a group; its class depends on the version of typer
+    while words and hasattr(command, "resolve_command"):  # a group; its class depends on the version of typer
         context = command.context_class(command, info_name=name, parent=context)
         name, command, words = command.resolve_command(context, list(words))
     assert context is not None

@@ -195,7 +195,7 @@ def not_stored(place: Place) -> str:
     )
     report = buffer.record([Group(question, (good, bad))], step=1, collect=True)
     nothing = SimpleNamespace(updates=[])
-    return "\n".join(step_warnings(SimpleNamespace(updates=[], stored=nothing, report=report)))  # type: ignore[arg-type]
+    return "\n".join(step_warnings(config, SimpleNamespace(updates=[], stored=nothing, report=report)))  # type: ignore[arg-type]
 
 
 # Training

@@ -3,7 +3,9 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import documented
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,8 @@ def test_the_loss_and_norm_of_a_kept_step_come_out_of_its_numbers_and_of_its_tok
     assert max(update.grad_norm for update in kept.updates) == result.metrics["policy/grad_norm"]
     for update in kept.updates:
         assert loss_of(update) == pytest.approx(update.loss, rel=1e-5, abs=1e-9)
+    (snippet,) = (one.text for one in documented.all_snippets() if one.file == "docs/debug.md")
+    exec(snippet.replace("runs/default/debug/step_000012", str(kept.folder)), {})
     config = replay_recipe(kept.folder)
     again = replayed(kept, kept.folder / "weights", config, data_parallel)
     assert [again[number].loss for number in (0, 1)] == pytest.approx(
@@ -205,6 +209,19 @@ def test_the_command_shows_a_step_and_computes_it_again(tmp_path, data_parallel,
     row = next(line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("1 ")).split()
     assert float(row[-2]) == pytest.approx(first.loss, rel=1e-4)
     assert float(row[-1]) == pytest.approx(first.grad_norm, rel=1e-4)
+
+
+def test_the_documented_snippet_prints_each_loss_beside_itself(tmp_path, data_parallel, capsys):
+    trainer = watched(tmp_path, data_parallel, debug={"max_grad_norm": 1e-6})
+    run(trainer, 1)
+    page = (Path(__file__).resolve().parents[3] / "docs" / "debug.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    assert code.count("runs/default/debug/step_000012") == 1
+    exec(code.replace("runs/default/debug/step_000012", str(tmp_path / "run" / "debug" / "step_000001")), {})
+    printed = [line.split(" [")[0].split() for line in capsys.readouterr().out.splitlines()]
+    assert len(printed) == 2
+    for logged, again in printed:
+        assert float(again) == pytest.approx(float(logged), rel=1e-5)
 
 
 def test_another_folder_is_refused_by_name(tmp_path):
