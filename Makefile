@@ -64,19 +64,21 @@ demo: setup  ## train the quickstart: warm start, ExGRPO, evaluation, export (mi
 test: setup  ## the fast tests
 	$(PYTEST) -m "not slow and not vllm and not others and not triton and not gpu" -n $(TEST_WORKERS)
 
-# In the order of the files: by the number of their tests, the longest would begin last, alone.
+# What shares a fixture stays together, and the longest begins first: tests/conftest.py.
+GROUPED := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations=12
+
 test-slow: setup  ## the slow tests: learning, real model, several processes
-	$(PYTEST) -m "slow and not vllm and not others and not triton and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=12
+	$(PYTEST) -m "slow and not vllm and not others and not triton and not gpu" $(GROUPED)
 
 test-vllm: setup-vllm  ## the tests of rollouts by vLLM
-	$(PYTEST) tests/vllm -n $(TEST_WORKERS) --dist loadfile --durations=12
+	$(PYTEST) tests/vllm $(GROUPED)
 
 test-others: setup-others  ## the tests with tools of others: W&B, MLflow, lm-evaluation-harness, NeMo-Run
-	$(PYTEST) tests/others -n $(TEST_WORKERS) --dist loadfile --durations=12
+	$(PYTEST) tests/others $(GROUPED)
 
 # Interpreted, Triton's own functions are others for the whole process: nothing else runs in it.
 test-kernels: setup-triton  ## the tests of the Triton kernels: interpreted, and compiled for Hopper
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels_triton tests/gpu --kernel-device cpu --small -n $(TEST_WORKERS) --dist loadfile --durations=12
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels_triton tests/gpu --kernel-device cpu --small $(GROUPED)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	$(PYTEST) tests/gpu

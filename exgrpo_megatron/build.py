@@ -28,6 +28,7 @@ from exgrpo_megatron.data.questions import NO_QUESTIONS, QuestionSet, load_quest
 from exgrpo_megatron.data.sft import SFTBatches
 from exgrpo_megatron.data.solutions import read_solutions
 from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
+from exgrpo_megatron.debug.watch import BadStepWatch
 from exgrpo_megatron.errors import CheckpointError, ConfigError, DataError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
@@ -300,6 +301,7 @@ def build_parts(
         model_dir=inputs.model_dir,
         demonstrations=inputs.demonstrations,
         recent=RecentAnswers(config.repo, config.grpo.seed, comm) if config.repo.enabled else None,
+        watch=BadStepWatch(config) if config.debug.enabled else None,
     )
 
 

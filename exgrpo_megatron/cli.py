@@ -85,9 +85,15 @@ def _options(
 
 
 @app.command()
-def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Keep the batch of every bad step (debug.enabled=true).")
+    ] = False,
+) -> None:
     """Train a recipe: warm start if it asks for one, ExGRPO, evaluation and export. Run again to resume."""
-    config, of_nemo_rl = load_with_report(recipe, overrides or [])
+    config, of_nemo_rl = load_with_report(recipe, [*(overrides or []), *(["debug.enabled=true"] if debug else [])])
     with whole_run(config) as (comm, stop):
         from exgrpo_megatron.train_command import keep_report, train_and_report  # noqa: PLC0415
 
@@ -230,5 +236,6 @@ for other in (
     model_commands.export,
     result_commands.report,
     result_commands.sweep,
+    result_commands.debug,
 ):
     app.command()(other)

@@ -106,7 +106,7 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
     }
 
 
-def step_warnings(record: StepRecord) -> list[str]:
+def step_warnings(config: Config, record: StepRecord) -> list[str]:
     """What of the step somebody should look at, beside the rewards."""
     warnings = []
     updates = [*record.updates, *record.stored.updates]
@@ -116,6 +116,7 @@ def step_warnings(record: StepRecord) -> list[str]:
         warnings.append(
             f"{len(skipped)} of {len(updates)} optimiser steps skipped, {record.total_skipped} so far, for a "
             f"loss or norm that is not finite or a norm above policy.skip_grad_norm_above: {found}"
+            f"{'' if config.debug.enabled else '; `exgrpo train --debug` keeps the batch of such a step'}"
         )
     refused = record.report.refused
     if refused:

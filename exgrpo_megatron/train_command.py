@@ -22,7 +22,7 @@ from exgrpo_megatron.process import command, say
 from exgrpo_megatron.report.console import ProgressReporter, budget_text
 from exgrpo_megatron.report.dashboard import write_dashboard
 from exgrpo_megatron.report.summary import before_and_after, health_lines, run_summary
-from exgrpo_megatron.report.tables import numbers_table, variant_table
+from exgrpo_megatron.report.tables import idle_experience, numbers_table, variant_table
 from exgrpo_megatron.run_folder import METRICS_FILE, NEMO_RL_FILE, RECIPE_FILE, RunFolder, checkpoint_store
 from exgrpo_megatron.session import RunOutcome
 from exgrpo_megatron.stop import StopSignal
@@ -83,6 +83,8 @@ def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
     """What is about to be trained, on what, and what was found that should not be there."""
     if comm.is_main:
         Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
+        if idle := idle_experience(config):
+            say(comm, idle)
     for line in question_checks.describe_questions(inputs):
         say(comm, line)
     for line in question_checks.check_best_checkpoint(config, inputs):

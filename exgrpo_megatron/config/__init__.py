@@ -10,6 +10,7 @@ from __future__ import annotations
 from exgrpo_megatron.config.alarms import AlarmsConfig
 from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
+from exgrpo_megatron.config.debug import DebugConfig
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.eval_sets import EVAL_GROUPS, EvalGroup, EvalSetConfig
 from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
@@ -80,6 +81,7 @@ __all__ = [
     "Count",
     "DataConfig",
     "DataSourceConfig",
+    "DebugConfig",
     "DemonstrationsConfig",
     "Difficulty",
     "DistributedDataParallelConfig",

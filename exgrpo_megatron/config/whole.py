@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import model_validator
 
 from exgrpo_megatron.config.data import DataConfig
+from exgrpo_megatron.config.debug import DebugConfig
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.experience import ExperienceConfig
 from exgrpo_megatron.config.loggers import LoggerConfig
@@ -42,6 +43,7 @@ class Config(Section):
     eval: EvalConfig = key(EvalConfig(), "evaluation")
     checkpointing: CheckpointConfig = key(CheckpointConfig(), "checkpoints")
     logger: LoggerConfig = key(LoggerConfig(), "metrics")
+    debug: DebugConfig = key(DebugConfig(), "bad steps")
     cluster: ClusterConfig = key(ClusterConfig(), "processes")
 
     @model_validator(mode="before")

@@ -30,18 +30,16 @@ def script(task: run.Partial, stop_before_s: int = 600, *, stoppable: bool = Fal
         stoppable: for `run_here`.
 
     Raises:
-        ConfigError: its recipe is none, or nothing says which Python trains.
+        ConfigError: its recipe is none, nothing says which Python trains, or NeMo-Run would change the script.
     """
     python = training_python(task.python)
-    return run.Script(inline=machine_script(resolve(task), python, task.folder, stop_before_s, stoppable=stoppable))
+    text = machine_script(resolve(task), python, task.folder, stop_before_s, stoppable=stoppable)
+    check_placeholder(text)
+    return run.Script(inline=text)
 
 
 def dry_run(task: run.Script, executor: Executor, name: str) -> str:
-    """Every file of what would be submitted or run, the batch file first. Nothing of it is left.
-
-    Raises:
-        ConfigError: NeMo-Run would change the script.
-    """
+    """Every file of what would be submitted or run, the batch file first. Nothing of it is left."""
     with _experiment(task, executor, name) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         folder = Path(experiment.jobs[0].executor.job_dir)
@@ -55,7 +53,6 @@ def submit(task: run.Script, executor: run.SlurmExecutor, name: str) -> str:
     """Hand the job to Slurm and return at once; says its number and how to follow it.
 
     Raises:
-        ConfigError: NeMo-Run would change the script.
         UserError: Slurm did not take it.
     """
     with _experiment(task, executor, name) as experiment:
@@ -79,12 +76,11 @@ def run_here(task: run.Script, executor: run.LocalExecutor, name: str) -> None:
     Raises:
         UserError: it ended with an error, or by a signal.
     """
-    with _experiment(task, executor, name) as experiment:
+    with _signals_passed_on() as process_ids, _experiment(task, executor, name) as experiment:
         job = experiment.jobs[0]
         process_id = Path(job.executor.job_dir) / "scripts" / f"{name}.sh.pid"
-        with _signals_passed_on(process_id):
-            experiment.run(tail_logs=True)
-            experiment._wait_for_jobs(experiment.jobs)
+        process_ids.append(process_id)
+        experiment.run(tail_logs=True)  # and leaving the experiment waits for it
     if job.state != AppState.SUCCEEDED:
         how = "was stopped by a signal" if _stop_asked(process_id).exists() else f"ended with {job.state.name}"
         raise UserError(
@@ -96,8 +92,6 @@ def run_here(task: run.Script, executor: run.LocalExecutor, name: str) -> None:
 @contextmanager
 def _experiment(task: run.Script, executor: Executor, name: str) -> Iterator[run.Experiment]:
     """An experiment of one job, which says nothing of itself."""
-    if isinstance(executor, run.SlurmExecutor) and executor.container_image is None:
-        check_placeholder(task.inline)
     with run.Experiment(
         name,
         executor=executor,
@@ -111,17 +105,21 @@ def _experiment(task: run.Script, executor: Executor, name: str) -> Iterator[run
 
 
 @contextmanager
-def _signals_passed_on(process_id: Path) -> Iterator[None]:
-    """To torchrun, which NeMo-Run starts in a session of its own and would kill after ten seconds."""
+def _signals_passed_on() -> Iterator[list[Path]]:
+    """To torchrun, which NeMo-Run starts in a session of its own and would kill after ten seconds; the list takes the
+    file with its process id."""
+    process_ids: list[Path] = []
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
-        _stop_asked(process_id).touch()  # where it has not begun yet
+        if not process_ids or not process_ids[0].parent.exists():  # the script is not even written
+            raise KeyboardInterrupt
+        _stop_asked(process_ids[0]).touch()  # where it has not begun
         with suppress(FileNotFoundError, ProcessLookupError, ValueError):
-            os.kill(int(process_id.read_text()), signal.SIGTERM)
+            os.kill(int(process_ids[0].read_text()), signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield process_ids
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -71,13 +71,12 @@ def machine_script(
 
 
 def check_placeholder(script: str) -> None:
-    """Raise ConfigError where NeMo-Run would change the script of a job without a container."""
+    """Raise ConfigError for a script that NeMo-Run would change for Slurm without a container."""
     line = next((line for line in script.splitlines() if PLACEHOLDER in line), None)
     if line is not None:
         raise ConfigError(
-            f"{line.strip()!r}: NeMo-Run puts the folder of the job in place of {PLACEHOLDER!r} wherever it stands in "
-            "a job without a container; name that folder otherwise, by a link for example, or use the batch file of "
-            "`exgrpo launch` without --executor"
+            f"{line.strip()!r}: NeMo-Run puts the job's folder in place of {PLACEHOLDER!r} wherever it stands in a "
+            "script; name that path otherwise, by a link for example, or launch without NeMo-Run"
         )
 
 

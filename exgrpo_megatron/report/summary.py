@@ -67,7 +67,19 @@ def health_lines(records: Sequence[Mapping[str, float]]) -> list[str]:
     crossings, held = int(_last(records, "guards/crossings")), sum(record.get("guards/held", 0) for record in records)
     if crossings:
         lines.append(f"guards: {crossings} steps crossed a limit of experience.guards, {held:.0f} steps were held")
-    return [*lines, *_never_replayed(records)]
+    without = never_replayed(records)
+    return lines if without is None else [*lines, f"replay: {without} (docs/troubleshooting.md, Replay)"]
+
+
+def never_replayed(records: Sequence[Mapping[str, float]]) -> str | None:
+    """That replay began in none of a run's steps, and how near it came; None where it did, or experience was off (its
+    steps have no freshness)."""
+    steps = [record for record in records if "freshness/data_left" in record]
+    if not steps or any(record["experience/replay_on"] for record in steps):
+        return None
+    rates = [record["reward/pass_rate_fresh"] for record in steps if "reward/pass_rate_fresh" in record]
+    best = f"the pass rate of new questions was {max(rates):.3f} at most" if rates else "no question was new"
+    return f"in none of {len(steps)} steps; {best}"
 
 
 def before_and_after(records: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -123,16 +135,6 @@ def categories(metrics: Mapping[str, float]) -> list[str]:
     prefixes = tuple(f"validation/{name}/" for name in HEADLINES)
     found = {name.removeprefix(prefix) for name in metrics for prefix in prefixes if name.startswith(prefix)}
     return sorted(found, key=lambda name: [(not part.isdecimal(), part.zfill(20)) for part in re.split(r"(\d+)", name)])
-
-
-def _never_replayed(records: Sequence[Mapping[str, float]]) -> list[str]:
-    """Of steps without freshness nothing is said: experience was off in them."""
-    steps = [record for record in records if "freshness/data_left" in record]
-    if not steps or any(record["experience/replay_on"] for record in steps):
-        return []
-    rates = [record["reward/pass_rate_fresh"] for record in steps if "reward/pass_rate_fresh" in record]
-    best = f"the pass rate of new questions was {max(rates):.3f} at most" if rates else "no question was new"
-    return [f"replay: in none of {len(steps)} steps; {best} (docs/troubleshooting.md, Replay)"]
 
 
 def _last(records: Sequence[Mapping[str, float]], name: str) -> float:

@@ -34,7 +34,7 @@ def main():
         "refused": refused(task),
         "read back": [back.config.data.prompt_template, back.config.data.system_prompt, back.python,
                       back.config.grpo.max_num_steps, back.config.grpo.seed],
-        "theirs": theirs(back),
+        "theirs": theirs(nemo.quickstart()),
         "loaded": sorted({"torch", "vllm", "megatron", "transformers"} & set(sys.modules)),
     }  # fmt: skip
     sys.stdout.write(json.dumps(answer))
