@@ -249,7 +249,11 @@ def build_engine(
         return _build_vllm_engine(config, inputs, comm, weights)
     from exgrpo_megatron.rollout.torch_engine import TorchEngine  # noqa: PLC0415
 
-    return TorchEngine(inputs.architecture, max_batch_size=config.policy.generation.max_batch_size)
+    return TorchEngine(
+        inputs.architecture,
+        max_batch_size=config.policy.generation.max_batch_size,
+        on_progress=comm.places.advance,
+    )
 
 
 def _build_vllm_engine(
@@ -269,7 +273,10 @@ def _build_vllm_engine(
         kv_cache_bytes=kv_cache_bytes(config),
     )
     return RestartingEngine(
-        lambda: VLLMEngine(inputs.architecture, settings), weights, comm, max_restarts=cfg.max_restarts
+        lambda: VLLMEngine(inputs.architecture, settings, comm.places.advance),
+        weights,
+        comm,
+        max_restarts=cfg.max_restarts,
     )
 
 

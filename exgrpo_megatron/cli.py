@@ -106,7 +106,7 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Supervised fine-tuning of a recipe's model (its `sft:` section), exported to <logger.log_dir>/sft/hf."""
     config = load_recipe(recipe, overrides or [])
     with whole_run(config) as (comm, stop):
-        from exgrpo_megatron import build, session  # noqa: PLC0415
+        from exgrpo_megatron import build, supervised  # noqa: PLC0415
         from exgrpo_megatron.comm import together  # noqa: PLC0415
         from exgrpo_megatron.loggers.choice import check_loggers  # noqa: PLC0415
         from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
@@ -117,9 +117,9 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
         with reporter_of(comm, config.sft.max_num_steps, "sft") as reporter:
-            done = session.supervised_run(config, inputs, target, comm, reporter, stop)
+            done = supervised.supervised_run(config, inputs, target, comm, reporter, stop)
         if done is None:
-            say(comm, "stopped before the end: nothing was exported, and the same command begins again")
+            say(comm, "stopped before the end: nothing was exported, and the same command goes on")
             return
         if comm.is_main:
             used = done.with_name(RECIPE_FILE)

@@ -161,7 +161,10 @@ while kill -0 "$step" 2>/dev/null; do # a signal ends the wait, not the step
     status=0
     wait "$step" || status=$?
 done
-if [ "$limit_reached" -eq 1 ]; then
+# A preempted job that ends before its grace is over need not be queued again by Slurm, which signals the ranks and not
+# this script; where it was, this changes nothing.
+preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; }
+if [ "$limit_reached" -eq 1 ] || { [ "$status" -ne 0 ] && preempted; }; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """
@@ -172,8 +175,8 @@ _TEMPLATE = """\
 {asked}
 #SBATCH --requeue
 #
-# Submit it with sbatch. A node that fails, and the time limit, put the job back into the queue, and it goes on from its
-# newest checkpoint; an error ends it.
+# Submit it with sbatch. A node that fails, the time limit and preemption put the job back into the queue, and it goes
+# on from its newest checkpoint; an error ends it.
 set -u
 
 {meeting_point}

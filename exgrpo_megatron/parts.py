@@ -76,6 +76,9 @@ class Reporter(Protocol):
     def advance(self, text: str = "") -> None:
         """One supervised step is done."""
 
+    def skip(self, steps: int) -> None:
+        """So many supervised steps were done by an earlier run."""
+
     def note(self, text: str) -> None:
         """A line that stands by itself."""
 
@@ -86,6 +89,8 @@ class SilentReporter:
     def step_line(self, metrics: Mapping[str, float]) -> None: ...
 
     def advance(self, text: str = "") -> None: ...
+
+    def skip(self, steps: int) -> None: ...
 
     def note(self, text: str) -> None: ...
 

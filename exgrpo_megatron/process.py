@@ -24,6 +24,8 @@ from rich.markup import escape
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import LostRankError, UserError
+from exgrpo_megatron.hang import Lookout, watched
+from exgrpo_megatron.places import Places
 from exgrpo_megatron.stop import StoppedAtOnceError, StopSignal
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 USER_ERROR, STOPPED_AT_ONCE = 2, 130
 """Exit codes."""
+
+HANG_FOLDER = "hang"
+"""Of the run's folder: what was found of a run that stood still."""
 
 PATIENCE_S = 10.0
 """How long a rank other than 0 keeps an error to itself: much longer than a launcher needs to end it."""
@@ -87,6 +92,8 @@ def say(comm: Communicator, text: str) -> None:
 def process_group(config: Config) -> Iterator[DataParallel]:
     """The processes of the run, left at the end; libraries are kept quiet inside.
 
+    Where nothing moves for `cluster.hang_timeout_s`, the process ends with a message that says which rank is behind.
+
     Raises:
         LostRankError: another process ended early.
         UserError: the GPU's memory did not suffice.
@@ -100,18 +107,34 @@ def process_group(config: Config) -> Iterator[DataParallel]:
     from exgrpo_megatron.policy import distributed  # noqa: PLC0415
 
     quiet_transformers()
-    comm = distributed.initialize(config.policy, config.cluster, config.grpo.seed)
-    try:
-        yield comm
-        comm.barrier()
-    except (RuntimeError, UserError) as error:
-        if comm.world_size > 1 and distributed.lost_rank(error):
-            raise _lost_rank(comm) from error
-        if isinstance(error, torch.OutOfMemoryError):
-            raise _out_of_memory(error) from error
-        raise
-    finally:
-        comm.shutdown()
+    places, rank = Places(), launched_rank()
+    limit_s = config.cluster.hang_timeout_s
+    lookout = Lookout(places, distributed.side_store, rank, launched_processes(), limit_s)
+    with watched(lookout, rank, Path(config.logger.log_dir) / HANG_FOLDER, _leave_hanging):
+        comm = distributed.initialize(config.policy, config.cluster, config.grpo.seed, places)
+        try:
+            yield comm
+            comm.barrier()
+        except (RuntimeError, UserError) as error:
+            if comm.world_size > 1 and distributed.lost_rank(error):
+                raise _lost_rank(comm) from error
+            if isinstance(error, torch.OutOfMemoryError):
+                raise _out_of_memory(error) from error
+            raise
+        finally:
+            comm.shutdown()
+
+
+def _leave_hanging(message: str, speaks: bool) -> NoReturn:
+    """End a process whose main thread hangs; called in another one."""
+    if speaks:
+        _tell_launcher(message)
+        # Whatever draws a progress bar may hang with a lock that a console would wait for; bars hide the cursor.
+        shown = "\x1b[?25h" if os.isatty(2) else ""
+        os.write(2, f"{shown}\nerror: {_whose()}{message}\n".encode())
+    else:
+        time.sleep(PATIENCE_S)
+    os._exit(USER_ERROR)
 
 
 @contextmanager
@@ -229,10 +252,13 @@ def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
 
 
 def _write_error(message: str) -> None:
-    rank = launched_rank()
-    whose = f"rank {rank}: " if rank else ""
-    Console(stderr=True).print(f"[red]error:[/red] {escape(whose + message)}", soft_wrap=True, highlight=False)
+    Console(stderr=True).print(f"[red]error:[/red] {escape(_whose() + message)}", soft_wrap=True, highlight=False)
     sys.stdout.flush()
+
+
+def _whose() -> str:
+    rank = launched_rank()
+    return f"rank {rank}: " if rank else ""
 
 
 def _tell_launcher(message: str) -> None:

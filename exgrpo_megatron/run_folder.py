@@ -97,7 +97,7 @@ def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
     held: set[Path] = set()
     with ExitStack() as stack:
         # Nobody may go on where the lock is another run's: each process deletes what it takes for left over.
-        with together(comm):
+        with comm.places.inside("locking the run's folder"), together(comm):
             for key, path in folders.items():
                 writable_folder(path, key)
                 if comm.is_main and path.resolve() not in held:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from exgrpo_megatron import build, question_checks, session
+from exgrpo_megatron import build, question_checks, session, supervised
 from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
@@ -65,7 +65,8 @@ def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome |
     """Everything up to the summary; None where a signal stopped the warm start."""
     with together(comm):
         check_loggers(config.logger)
-    inputs = build.load_inputs(config, comm)
+    with comm.places.inside("reading the model's configuration and the questions"):
+        inputs = build.load_inputs(config, comm)
     _describe(config, inputs, comm)
     finished = session.finished_run(config, inputs, comm)
     if finished:
@@ -74,6 +75,8 @@ def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome |
     start_from = inputs.model_dir if done else _start(config, inputs, comm, stop)
     if start_from is None:
         return None
+    if comm.anywhere(stop.requested):
+        return RunOutcome(Path(config.logger.log_dir), done, done, False, checkpoint_store(config, comm).latest(), None)
     say(comm, STEP_LINE_LEGEND)
     with reporter_of(comm, config.grpo.max_num_steps, "train", done) as reporter:
         return session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
@@ -98,20 +101,21 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
     with together(comm):
         build.check_prefill(config, RunFolder(config).experience)
         build.check_init_from(config)
-    if comm.is_main and config.env.math.check_gold and config.env.reward_function is None:
-        for line in question_checks.check_gold_answers(config, inputs):
-            say(comm, line)
+    if config.env.math.check_gold and config.env.reward_function is None:
+        with comm.places.inside("grading the gold answers"):
+            for line in question_checks.check_gold_answers(config, inputs) if comm.is_main else ():
+                say(comm, line)
     if not config.sft.warm_start:
         if is_embedded(config.policy.model_name) and config.policy.init_from is None:
             say(comm, f"warning: {config.policy.model_name} has random weights, and sft.warm_start is false")
         return inputs.model_dir
     with reporter_of(comm, config.sft.max_num_steps, "warm start") as reporter:
-        return session.warm_start(config, inputs, comm, reporter, stop)
+        return supervised.warm_start(config, inputs, comm, reporter, stop)
 
 
 def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> None:
     if outcome is None or not outcome.finished:
-        Console().print(_where_it_stopped(outcome), soft_wrap=True, highlight=False)
+        Console().print(_where_it_stopped(outcome, config), soft_wrap=True, highlight=False)
         return
     trained = outcome.last_step > outcome.first_step
     if not trained:
@@ -138,7 +142,9 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
     )
 
 
-def _where_it_stopped(outcome: RunOutcome | None) -> str:
+def _where_it_stopped(outcome: RunOutcome | None, config: Config) -> str:
+    if outcome is None and config.checkpointing.enabled:
+        return "stopped during the warm start; the same command goes on from there"
     if outcome is None:
         return "stopped during the warm start, of which nothing is kept; the same command begins it again"
     if outcome.last_step == 0:

@@ -60,12 +60,15 @@ class Trainer:
         """Steps up to number `until`; stops early where `after_step` answers False."""
         self.push_weights()
         while self.last_step < until:
-            if not after_step(self._watched_step()):
-                return
+            result = self._watched_step()
+            with self.parts.comm.places.inside(f"after step {result.step}"):
+                if not after_step(result):
+                    return
 
     def step(self) -> StepResult:
         """One iteration: questions, rollouts, rewards, experience, updates."""
-        step, clock = self.last_step + 1, StepClock()
+        step = self.last_step + 1
+        clock = StepClock(step, self.parts.comm.places)
         plan = self.control.begin(step)
         with clock.phase("draw"):
             drawn = self.replay.draw(step, mixed=plan.in_groups)
@@ -107,8 +110,9 @@ class Trainer:
             total_skipped=self.skipped_updates,
             budget=self.budget,
         )
-        metrics = step_metrics(self.parts, record, clock)
-        more, warnings = self.control.finish(step, plan, record, selection.slots, metrics)
+        with self.parts.comm.places.inside(f"step {step}: metrics"):
+            metrics = step_metrics(self.parts, record, clock)
+            more, warnings = self.control.finish(step, plan, record, selection.slots, metrics)
         warnings = [*self.alarm.observe(verdicts), *step_warnings(self.config, record), *warnings]
         return StepResult(step, groups, {**metrics, **more}, warnings, step_events(self.parts, record))
 

@@ -96,9 +96,10 @@ def trained_once(request):
 @pytest.fixture(scope="session")
 def half_trained_model(trained_once, tmp_path_factory, data_parallel):
     """A Hugging Face folder: the quickstart's model after 150 supervised steps, which solves some short chains."""
-    from exgrpo_megatron import build, session
+    from exgrpo_megatron import build, supervised
     from exgrpo_megatron.parts import SilentReporter
     from exgrpo_megatron.recipe import load_recipe
+    from exgrpo_megatron.stop import StopSignal
 
     folder = trained_once / "half_trained"
     config = load_recipe(
@@ -111,6 +112,6 @@ def half_trained_model(trained_once, tmp_path_factory, data_parallel):
     with FileLock(trained_once / "half_trained.lock"):
         if not folder.exists():  # it appears whole, by renaming
             inputs = build.load_inputs(config, data_parallel)
-            made = session.supervised_run(config, inputs, folder, data_parallel, SilentReporter(), session.StopSignal())
+            made = supervised.supervised_run(config, inputs, folder, data_parallel, SilentReporter(), StopSignal())
             assert made == folder
     return folder

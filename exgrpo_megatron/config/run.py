@@ -214,3 +214,9 @@ class ClusterConfig(Section):
 
     num_nodes: PositiveInt | None = key(None, "machines", "machines")
     gpus_per_node: PositiveInt | None = key(None, "processes on one machine (one a GPU)", "processes")
+    hang_timeout_s: Annotated[float, Field(ge=1, le=604_800)] = key(
+        1800.0,
+        "a run in which nothing moves for so long ends with an error that names the rank that is behind and where it "
+        "is: longer than any part of a step that gives no sign of life (docs/operations.md)",
+        "s",
+    )

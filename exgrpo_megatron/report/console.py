@@ -68,6 +68,11 @@ class ProgressReporter:
             left = f" | {format_duration(self.seconds_left)} left" if self.step < self.total_steps else ""
             self.note(f"{self.label} {self.step}/{self.total_steps}{' | ' if text else ''}{text}{left}")
 
+    def skip(self, steps: int) -> None:
+        """So many short steps were done by an earlier run."""
+        self.step += steps
+        self._started_at, self._started_step = self._clock(), self.step
+
     def note(self, text: str) -> None:
         """A line above the bar."""
         self._console.print(escape(text), soft_wrap=True, highlight=False)

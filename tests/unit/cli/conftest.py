@@ -26,7 +26,7 @@ class KeptOpen:
 def joined_group(monkeypatch, data_parallel):
     """What runs in this process joins the process group of the test session."""
 
-    def joined(policy, cluster, seed):
+    def joined(policy, cluster, seed, places):
         distributed._check_cluster(cluster, 1)
         return KeptOpen(data_parallel)
 
