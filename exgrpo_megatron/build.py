@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from exgrpo_megatron.comm import Communicator, gather_everyone, together
 from exgrpo_megatron.config import Config, DataSourceConfig, OptimizerConfig, SchedulerConfig
 from exgrpo_megatron.data.demonstrations import Demonstrations
 from exgrpo_megatron.data.embedded_model import is_embedded, materialize
+from exgrpo_megatron.data.eval_sets import load_eval_set
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import NO_QUESTIONS, QuestionSet, load_questions
 from exgrpo_megatron.data.sft import SFTBatches
@@ -42,6 +43,7 @@ from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
 from exgrpo_megatron.rollout.vllm_checks import check_vllm, kv_cache_bytes
 from exgrpo_megatron.rollout.weight_buckets import check_manifest
+from exgrpo_megatron.set_answers import SetEvaluator, SetsInTraining
 from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.types import Question
 
@@ -60,10 +62,13 @@ class Inputs:
     validation: QuestionSet | None
     sampling: SamplingParams
     demonstrations: Demonstrations | None
+    sets: Mapping[str, QuestionSet] = field(default_factory=dict)
+    """Those of eval.sets that are evaluated in training, by name."""
 
     def data_record(self) -> dict[str, Any]:
         """What is said of the questions in checkpoints and model cards."""
-        sets = {"train": self.train, "validation": self.validation}
+        in_training = {f"eval.sets.{name}": questions for name, questions in self.sets.items()}
+        sets = {"train": self.train, "validation": self.validation, **in_training}
         return {name: questions.record() for name, questions in sets.items() if questions is not None}
 
     @property
@@ -100,7 +105,12 @@ def load_inputs(config: Config, comm: Communicator, *, with_questions: bool = Tr
     train, validation = _load_question_sets(config, tokenizer, comm)
     _check_enough_questions(config, train)
     shown = Demonstrations(config, train.questions, tokenizer) if config.demonstrations.enabled else None
-    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling, shown)
+    with together(comm):
+        sets = {
+            name: load_eval_set(name, chosen, config.data, tokenizer, config.eval.seed)
+            for name, chosen in config.eval.sets_in_training.items()
+        }
+    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling, shown, sets)
 
 
 def _load_question_sets(
@@ -314,6 +324,16 @@ def build_experience(
         pass_rate_decay=config.experience.pass_rate_decay,
         categories={question.id: question.category for question in questions},
     )
+
+
+def build_sets_in_training(
+    config: Config, inputs: Inputs, engine: RolloutEngine, verifier: Verifier, comm: Communicator
+) -> SetsInTraining | None:
+    """What evaluates `inputs.sets`; None where there are none."""
+    if not inputs.sets:
+        return None
+    evaluator = SetEvaluator(config.eval, engine, inputs.tokenizer, inputs.sampling, comm)
+    return SetsInTraining(evaluator, inputs.sets, verifier)
 
 
 def build_evaluator(

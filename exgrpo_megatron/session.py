@@ -83,6 +83,7 @@ class TrainingRun:
         self.evaluator: Evaluator | None = build.build_evaluator(
             config, inputs, self.parts.engine, self.parts.verifier, comm
         )
+        self.sets = build.build_sets_in_training(config, inputs, self.parts.engine, self.parts.verifier, comm)
         self.gate = AgreementGate(self.parts) if config.policy.generation.backend == "vllm" else None
         self.last_checkpoint = checkpoint
         self._told = False
@@ -108,7 +109,8 @@ class TrainingRun:
             history = open_history(self.config, self.comm, first_step)
             if self.config.experience.stored_answer == "text":
                 self.reporter.note("experience.stored_answer = text: log-probs are padded with zeros, as released")
-            if first_step == 0 and self.config.grpo.val_at_start and self.evaluator and not self._stopping(stop):
+            evaluates = self.config.grpo.val_at_start and (self.evaluator or self.sets)
+            if first_step == 0 and evaluates and not self._stopping(stop):
                 self.trainer.push_weights()
                 metrics.write(0, {**self._compare(0, self.inputs.train.questions), **self._evaluate(0)})
             elif self.gate and first_step < until:
@@ -178,10 +180,11 @@ class TrainingRun:
         return stopping
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        if self.evaluator is None:
+        if self.evaluator is None and self.sets is None:
             return {}
         started = time.perf_counter()
-        metrics = self.evaluator.run().metrics
+        metrics = self.evaluator.run().metrics if self.evaluator else {}
+        metrics = {**metrics, **(self.sets.run() if self.sets else {})}
         self.reporter.note(evaluation_line(step, metrics, self.config.eval.temperature))
         return {**metrics, "time/evaluate_s": time.perf_counter() - started}
 

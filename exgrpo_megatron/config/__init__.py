@@ -12,7 +12,7 @@ from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
 from exgrpo_megatron.config.debug import DebugConfig
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
-from exgrpo_megatron.config.eval_sets import EvalGroup, EvalSetConfig
+from exgrpo_megatron.config.eval_sets import EVAL_GROUPS, EvalGroup, EvalSetConfig
 from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
 from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
 from exgrpo_megatron.config.loggers import LoggerConfig, MLflowConfig, WandbConfig
@@ -67,6 +67,7 @@ from exgrpo_megatron.config.section import (
 from exgrpo_megatron.config.whole import Config, fill_variant
 
 __all__ = [
+    "EVAL_GROUPS",
     "GUARD_LIMITS",
     "MIN_VLLM_TEMPERATURE",
     "VARIANTS",

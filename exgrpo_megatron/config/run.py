@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from exgrpo_megatron.config.data import DataSourceConfig
-from exgrpo_megatron.config.eval_sets import EvalSetConfig
+from exgrpo_megatron.config.eval_sets import EVAL_GROUPS, EvalSetConfig
 from exgrpo_megatron.config.megatron import OptimizerConfig, SchedulerConfig
 from exgrpo_megatron.config.section import (
     Count,
@@ -153,6 +153,19 @@ class EvalConfig(Section):
         given = self.sets[name].temperature
         return self.temperature if given is None else given
 
+    @property
+    def sets_in_training(self) -> dict[str, EvalSetConfig]:
+        """The sets that a run evaluates while it trains."""
+        return {name: chosen for name, chosen in self.sets.items() if chosen.in_training}
+
+    @property
+    def training_metrics(self) -> list[str]:
+        """Names of what is measured of these sets."""
+        sets = self.sets_in_training
+        there = {chosen.group for chosen in sets.values()}
+        groups = [f"validation/macro_avg/{group}" for group in EVAL_GROUPS if group in there]
+        return [*(metric for name, chosen in sets.items() for metric in chosen.training_metrics(name)), *groups]
+
 
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -176,8 +189,9 @@ class CheckpointConfig(Section):
         "validation/pass_rate_greedy",
         "what the best checkpoints are best in, of those whose step was evaluated: validation/pass_rate_t1 or "
         "validation/pass_rate_greedy, of one category with /<category> behind it, validation/reward_t1 or "
-        "validation/reward_greedy (env.reward_function), validation/response_length, or validation/truncated; without "
-        "data.validation no checkpoint is the best",
+        "validation/reward_greedy (env.reward_function), validation/response_length, validation/truncated, or, of "
+        "eval.sets with in_training, validation/avg/<set>, validation/maj/<set>, validation/pass/<set>/<k> and "
+        "validation/macro_avg/<group>; where nothing is evaluated no checkpoint is the best",
     )
     higher_is_better: bool = key(True, "direction of metric_name")
     export_hf: bool = key(True, "write <logger.log_dir>/hf at the end, checked against the trainer")
@@ -191,7 +205,7 @@ class CheckpointConfig(Section):
 
 
 _VALIDATION_METRIC = re.compile(
-    r"validation/(pass_rate_(t1|greedy)(/.+)?|reward_(t1|greedy)|response_length|truncated)"
+    r"validation/(pass_rate_(t1|greedy)(/.+)?|reward_(t1|greedy)|response_length|truncated|(avg|maj|pass|macro_avg)/.+)"
 )
 
 

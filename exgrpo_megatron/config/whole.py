@@ -185,6 +185,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _best_metric_of_a_set_is_measured(self) -> Config:
+        name, measured = self.checkpointing.metric_name, self.eval.training_metrics
+        if re.match(r"validation/(avg|maj|pass|macro_avg)/", name) and name not in measured:
+            raise ValueError(
+                f"checkpointing.metric_name = {name!r} is not measured in training; of eval.sets with in_training = "
+                f"true these are: {', '.join(measured) or 'none'}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _whole_groups_a_minibatch(self) -> Config:
         prompts, members = self.grpo.num_prompts_per_step, self.grpo.num_generations_per_prompt
         batch = self.policy.train_global_batch_size

@@ -146,6 +146,11 @@ def evaluation_line(step: int, metrics: Metrics, temperature: float) -> str:
     rates = [f"{word} {metrics[name]:.1%}" for name, word in words.items() if name in metrics]
     rewards = {"validation/reward_t1": f"T={temperature:g}", "validation/reward_greedy": "greedy"}
     rates += [f"reward {word} {metrics[name]:.3f}" for name, word in rewards.items() if name in metrics]
+    rates += [
+        f"{name.rpartition('/')[2]} {value:.1%}"
+        for name, value in metrics.items()
+        if name.startswith("validation/avg/")
+    ]
     return f"held out, {f'after step {step}' if step else 'before the first step'}: {', '.join(rates)}"
 
 

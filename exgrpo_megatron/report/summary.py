@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
@@ -16,6 +16,8 @@ from exgrpo_megatron.report.console import format_duration
 
 HEADLINES = {"pass_rate_t1": "sampled", "pass_rate_greedy": "greedy"}
 """Held-out pass rates shown, by their name under `validation/`."""
+SETS = "validation/avg/"
+"""Before the name of a set in training."""
 
 
 def run_summary(
@@ -82,16 +84,24 @@ def never_replayed(records: Sequence[Mapping[str, float]]) -> str | None:
 
 def before_and_after(records: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """The records of a run with its evaluation before the first step, and with its last one after that; else empty."""
-    evaluated = [record for record in records if "validation/pass_rate_t1" in record]
+    evaluated = [record for record in records if any(name.startswith("validation/") for name in record)]
     before = [record for record in evaluated if record["step"] == 0]
     after = [record for record in evaluated if record["step"] > 0]
     return (before[0] if before else {}), (after[-1] if after else {})
 
 
 def pass_rate_table(before: Mapping[str, float], after: Mapping[str, float], temperature: float) -> RenderableType:
-    """Held-out pass rates before and after, over all questions and by category."""
+    """Held-out pass rates before and after, over all questions and by category, and avg@k of sets in training."""
     if not after and not before:
         return Text("no held-out questions: set data.validation and grpo.val_period to see a pass rate here")
+    sets = _sets_table(before, after)
+    if not any(f"validation/{name}" in {**before, **after} for name in HEADLINES):
+        return sets
+    held_out = _held_out_table(before, after, temperature)
+    return Group(held_out, "", sets) if sets.row_count else held_out
+
+
+def _held_out_table(before: Mapping[str, float], after: Mapping[str, float], temperature: float) -> Table:
     table = Table(title="held-out pass rate", title_justify="left", box=None, pad_edge=False)
     table.add_column("questions")
     for word in headline_words(temperature).values():
@@ -100,6 +110,18 @@ def pass_rate_table(before: Mapping[str, float], after: Mapping[str, float], tem
     table.add_row("all", *_cells(before, after, ""))
     for category in categories({**before, **after}):
         table.add_row(escape(category), *_cells(before, after, f"/{category}"))
+    return table
+
+
+def _sets_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    table = Table(title="avg@k of the sets in training", title_justify="left", box=None, pad_edge=False)
+    table.add_column("set")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right", style="bold")
+    for name in [name for name in {**before, **after} if name.startswith(SETS)]:
+        values = (side.get(name) for side in (before, after))
+        cells = ["-" if value is None else f"{value:.1%}" for value in values]
+        table.add_row(escape(name.removeprefix(SETS)), *cells)
     return table
 
 

@@ -23,10 +23,6 @@ ELSEWHERE = {
         "tests/unit/cli/test_documented_commands_run.py",
         "test_the_training_snippet",
     ),
-    ("docs/debug.md", "from pathlib import Path"): (
-        "tests/unit/trainer/test_bad_steps.py",
-        "test_the_loss_and_norm_of_a_kept_step_come_out_of_its_numbers_and_of_its_tokens",
-    ),
     ("docs/migrating.md", "from my_project.scores import compute_score"): (
         "tests/unit/test_migrating_document.py",
         "test_a_function_of_verl_can_be_wrapped_as_the_page_says",

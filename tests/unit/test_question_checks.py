@@ -55,6 +55,15 @@ def test_checkpoints_that_cannot_be_the_best_are_told(lines):
     assert "at the end alone there is one that can be the best in validation/pass_rate_greedy" in line
 
 
+def test_the_same_is_told_of_sets_in_training(lines, tmp_path):
+    sets = {"sums": {"path": str(tmp_path / "held_out.jsonl"), "in_training": True}}
+    told = {"grpo": {"val_period": 10}, "eval": {"sets": sets}}
+    (line,) = lines(
+        validation=False, checkpointing={"save_period": 15, "metric_name": "validation/macro_avg/ID"}, **told
+    )
+    assert "that can be the best in validation/macro_avg/ID" in line
+
+
 def test_a_metric_of_a_category_that_no_question_has_is_refused(lines):
     assert lines(checkpointing={"metric_name": "validation/pass_rate_t1/sums"}) == []
     with pytest.raises(ConfigError, match="no held-out question has the category 'sum'; there are 'sums'"):
