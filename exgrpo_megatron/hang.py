@@ -88,12 +88,21 @@ class Lookout:
         self._beats_before: dict[int, int] | None = None
         """Of the ranks that were there, at the last judgement."""
         self._next_judgement_s = limit_s
+        self._asked_s = 0.0
+        """How long the store took to answer the last time, or not to."""
         self.seen: list[Sighting | None] = []
         """Of all ranks, at the last judgement; None for one that never came."""
 
     def look(self, elapsed_s: float) -> Verdict | None:
         """To be called every `beat_s`; `elapsed_s` is the time since the last call."""
         own = self._sighting(elapsed_s)
+        began = time.monotonic()
+        try:
+            return self._noted(own)
+        finally:
+            self._asked_s = time.monotonic() - began
+
+    def _noted(self, own: Sighting) -> Verdict | None:
         try:
             self._store = self._store or self._connect()
             self._store.set(_key(self._rank), json.dumps(asdict(own)))
@@ -129,7 +138,8 @@ class Lookout:
             self._moves, self._still_s, self._since = place.moves, 0.0, time.strftime("%H:%M:%S")
             self._next_judgement_s, self._beats_before = self.limit_s, None
         else:
-            self._still_s += min(elapsed_s, 2 * self.beat_s)  # a longer time is one in which the process was stopped
+            # A longer time is one in which the process was stopped.
+            self._still_s += min(elapsed_s, 2 * self.beat_s + self._asked_s)
         return Sighting(
             self._rank, socket.gethostname(), os.getpid(), place.name, place.count, self._still_s, self._since,
             self._beat,
@@ -202,7 +212,7 @@ def watched(lookout: Lookout, rank: int, folder: Path, leave: Callable[[str, boo
         if not written:
             faulthandler.dump_traceback(_STDERR)
         if verdict.is_mine:
-            time.sleep(min(2 * lookout.beat_s, _PATIENCE_S))  # the others write theirs
+            time.sleep(min(max(2 * lookout.beat_s, 3.0), _PATIENCE_S))  # the others see it, and write theirs
         where = f"{folder} has the stacks of every process that answered" if written else "the log has the stacks"
         leave(f"{verdict.text}. {where}; the same command goes on from the newest checkpoint", verdict.is_mine)
 

@@ -32,7 +32,8 @@ PATIENCE = 4
 """A collective's limit in `cluster.hang_timeout_s`: whoever watches (`hang.py`) says first who is missing, and waits
 for ranks that still move."""
 
-_STORE_TIMEOUT = timedelta(seconds=30)
+_CONNECT_TIMEOUT, _STORE_TIMEOUT = timedelta(minutes=5), timedelta(seconds=30)
+"""Of a side connection. torch writes its own lines about every connection that comes to nothing."""
 
 
 def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int, places: Places | None = None) -> DataParallel:
@@ -77,9 +78,10 @@ def side_store() -> dist.Store:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
-        timeout=_STORE_TIMEOUT,
+        timeout=_CONNECT_TIMEOUT,
         wait_for_workers=False,
     )
+    store.set_timeout(_STORE_TIMEOUT)
     # torchrun keeps its store when it starts the processes again.
     return dist.PrefixStore(f"exgrpo/places/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
