@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 VLLM_STAMP := $(VENV)/.setup-vllm-done
 TRITON_STAMP := $(VENV)/.setup-triton-done
+OTHERS_STAMP := $(VENV)/.setup-others-done
+LAUNCHER_VENV := .venv-launcher
+LAUNCHER_STAMP := $(LAUNCHER_VENV)/.setup-done
 TEST_WORKERS := 2
 
 # The first interpreter that is new enough and can make environments; a pyenv shim may exist and still not run.
@@ -17,7 +20,7 @@ PYTHON = $(shell for p in python3.11 python3.12 python3; do \
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-triton demo test test-slow test-vllm test-kernels test-gpu check docs clean clean-venv
+.PHONY: help setup setup-vllm setup-triton setup-others demo test test-slow test-vllm test-others test-kernels test-gpu check docs clean clean-venv
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -45,22 +48,37 @@ $(TRITON_STAMP): $(STAMP) requirements/triton.lock
 	$(BIN)/python scripts/setup.py --venv $(VENV) --triton
 	@touch $@
 
+setup-others: $(OTHERS_STAMP) $(LAUNCHER_STAMP)  ## add the tools of others to .venv, make .venv-launcher (NeMo-Run)
+
+$(OTHERS_STAMP): $(STAMP) requirements/loggers.lock requirements/lm-eval.lock
+	$(BIN)/python scripts/setup.py --venv $(VENV) --others
+	@touch $@
+
+$(LAUNCHER_STAMP): $(STAMP) requirements/launcher.lock
+	$(BIN)/python scripts/setup.py --venv $(LAUNCHER_VENV) --launcher
+	@touch $@
+
 demo: setup  ## train the quickstart: warm start, ExGRPO, evaluation, export (minutes on 2 cores)
 	$(BIN)/exgrpo train recipes/quickstart.yaml
 
 test: setup  ## the fast tests
-	$(PYTEST) -m "not slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS)
+	$(PYTEST) -m "not slow and not vllm and not others and not triton and not gpu" -n $(TEST_WORKERS)
 
-# In the order of the files: by the number of their tests, the longest would begin last, alone.
+# What shares a fixture stays together, and the longest begins first: tests/conftest.py.
+GROUPED := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations=12
+
 test-slow: setup  ## the slow tests: learning, real model, several processes
-	$(PYTEST) -m "slow and not vllm and not triton and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=12
+	$(PYTEST) -m "slow and not vllm and not others and not triton and not gpu" $(GROUPED)
 
 test-vllm: setup-vllm  ## the tests of rollouts by vLLM
-	$(PYTEST) tests/vllm -n $(TEST_WORKERS) --dist loadfile --durations=12
+	$(PYTEST) tests/vllm $(GROUPED)
+
+test-others: setup-others  ## the tests with tools of others: W&B, MLflow, lm-evaluation-harness, NeMo-Run
+	$(PYTEST) tests/others $(GROUPED)
 
 # Interpreted, Triton's own functions are others for the whole process: nothing else runs in it.
 test-kernels: setup-triton  ## the tests of the Triton kernels: interpreted, and compiled for Hopper
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels_triton tests/gpu --kernel-device cpu --small -n $(TEST_WORKERS) --dist loadfile --durations=12
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels_triton tests/gpu --kernel-device cpu --small $(GROUPED)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	$(PYTEST) tests/gpu
@@ -77,7 +95,7 @@ docs: setup  ## write docs/metrics.md and the tables of docs/nemo.md from the co
 
 clean:  ## remove caches and build products (runs and .venv stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)*' -prune -exec rm -rf {} +
 
-clean-venv:  ## remove .venv
-	rm -rf $(VENV)
+clean-venv:  ## remove .venv and .venv-launcher
+	rm -rf $(VENV) $(LAUNCHER_VENV)

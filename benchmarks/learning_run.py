@@ -12,7 +12,7 @@ from pathlib import Path
 from learning_settings import EVALUATE_EVERY, TASKS, Setting
 from learning_studies import Study, StudyTrainer
 
-from exgrpo_megatron import build, session
+from exgrpo_megatron import build
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import UserError
@@ -79,7 +79,7 @@ def identity(config: Config, setting: Setting) -> str:
 def warm_start(config: Config, comm: Communicator) -> tuple[build.Inputs, Path]:
     """What a run reads, and the model folder it begins with: the kept warm start, made now if it is not there."""
     inputs = build.load_inputs(config, comm)
-    folder = session.warm_start(config, inputs, comm, SilentReporter(), StopSignal())
+    folder = supervised.warm_start(config, inputs, comm, SilentReporter(), StopSignal())
     if folder is None:
         raise UserError("stopped during the warm start")
     return inputs, folder

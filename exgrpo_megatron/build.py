@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,18 @@ from exgrpo_conversion.hf_folder import HFReader, ModelFolderError, read_config
 from exgrpo_conversion.mapping import manifest
 from exgrpo_megatron import __version__
 from exgrpo_megatron.checkpointing import read_state
-from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.comm import Communicator, gather_everyone, together
 from exgrpo_megatron.config import Config, DataSourceConfig, OptimizerConfig, SchedulerConfig
 from exgrpo_megatron.data.demonstrations import Demonstrations
 from exgrpo_megatron.data.embedded_model import is_embedded, materialize
+from exgrpo_megatron.data.eval_sets import load_eval_set
 from exgrpo_megatron.data.order import QuestionOrder
 from exgrpo_megatron.data.questions import NO_QUESTIONS, QuestionSet, load_questions
 from exgrpo_megatron.data.sft import SFTBatches
+from exgrpo_megatron.data.solutions import read_solutions
 from exgrpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
-from exgrpo_megatron.errors import CheckpointError, ConfigError
+from exgrpo_megatron.debug.watch import BadStepWatch
+from exgrpo_megatron.errors import CheckpointError, ConfigError, DataError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.reading import check_answers_files
@@ -39,6 +43,7 @@ from exgrpo_megatron.rewards.verifier import MathVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
 from exgrpo_megatron.rollout.vllm_checks import check_vllm, kv_cache_bytes
 from exgrpo_megatron.rollout.weight_buckets import check_manifest
+from exgrpo_megatron.set_answers import SetEvaluator, SetsInTraining
 from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.types import Question
 
@@ -57,10 +62,13 @@ class Inputs:
     validation: QuestionSet | None
     sampling: SamplingParams
     demonstrations: Demonstrations | None
+    sets: Mapping[str, QuestionSet] = field(default_factory=dict)
+    """Those of eval.sets that are evaluated in training, by name."""
 
     def data_record(self) -> dict[str, Any]:
         """What is said of the questions in checkpoints and model cards."""
-        sets = {"train": self.train, "validation": self.validation}
+        in_training = {f"eval.sets.{name}": questions for name, questions in self.sets.items()}
+        sets = {"train": self.train, "validation": self.validation, **in_training}
         return {name: questions.record() for name, questions in sets.items() if questions is not None}
 
     @property
@@ -94,12 +102,35 @@ def load_inputs(config: Config, comm: Communicator, *, with_questions: bool = Tr
     _check_stop_tokens(sampling, architecture)
     if not with_questions:
         return Inputs(model_dir, architecture, tokenizer, NO_QUESTIONS, None, sampling, None)
-    train = load_questions(config.data.train, config.data, tokenizer, held_out=False)
-    held_out = config.data.validation
-    validation = load_questions(held_out, config.data, tokenizer, held_out=True) if held_out else None
+    train, validation = _load_question_sets(config, tokenizer, comm)
     _check_enough_questions(config, train)
     shown = Demonstrations(config, train.questions, tokenizer) if config.demonstrations.enabled else None
-    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling, shown)
+    with together(comm):
+        sets = {
+            name: load_eval_set(name, chosen, config.data, tokenizer, config.eval.seed)
+            for name, chosen in config.eval.sets_in_training.items()
+        }
+    return Inputs(model_dir, architecture, tokenizer, train, validation, sampling, shown, sets)
+
+
+def _load_question_sets(
+    config: Config, tokenizer: PromptTokenizer, comm: Communicator
+) -> tuple[QuestionSet, QuestionSet | None]:
+    """Training and held-out questions; DataError where processes have different ones."""
+    data = config.data
+    with together(comm):
+        train = load_questions(data.train, data, tokenizer, held_out=False)
+        held_out = load_questions(data.validation, data, tokenizer, held_out=True) if data.validation else None
+    for key, questions in (("data.train", train), ("data.validation", held_out)):
+        found = gather_everyone(comm, questions.fingerprint if questions else "")
+        if questions and len(set(found)) > 1:
+            other = next(rank for rank, fingerprint in enumerate(found) if fingerprint != found[0])
+            raise DataError(
+                f"{key}: process {other} of {len(found)} has other questions from {questions.source} than process 0 "
+                f"(fingerprints {found[other]} and {found[0]}): all must have the same file, or a function that gives "
+                "the same rows in the same order wherever it is called"
+            )
+    return train, held_out
 
 
 def check_prefill(config: Config, working_folder: Path) -> None:
@@ -144,7 +175,10 @@ def base_model(config: Config, comm: Communicator) -> Path:
     name = config.policy.model_name
     if not is_embedded(name):
         if not Path(name).is_dir():
-            raise ConfigError(f"policy.model_name = {name!r}: no such model folder (and not an embedded: model)")
+            raise ConfigError(
+                f"policy.model_name = {name!r}: no such model folder (and not an embedded: model). Nothing is "
+                f"downloaded; a model of a hub is put there by hf download {name} --local-dir {name}"
+            )
         return Path(name)
     folder = Path(config.logger.log_dir) / "model"
     if comm.is_main:
@@ -215,7 +249,11 @@ def build_engine(
         return _build_vllm_engine(config, inputs, comm, weights)
     from exgrpo_megatron.rollout.torch_engine import TorchEngine  # noqa: PLC0415
 
-    return TorchEngine(inputs.architecture, max_batch_size=config.policy.generation.max_batch_size)
+    return TorchEngine(
+        inputs.architecture,
+        max_batch_size=config.policy.generation.max_batch_size,
+        on_progress=comm.places.advance,
+    )
 
 
 def _build_vllm_engine(
@@ -235,7 +273,10 @@ def _build_vllm_engine(
         kv_cache_bytes=kv_cache_bytes(config),
     )
     return RestartingEngine(
-        lambda: VLLMEngine(inputs.architecture, settings), weights, comm, max_restarts=cfg.max_restarts
+        lambda: VLLMEngine(inputs.architecture, settings, comm.places.advance),
+        weights,
+        comm,
+        max_restarts=cfg.max_restarts,
     )
 
 
@@ -267,6 +308,7 @@ def build_parts(
         model_dir=inputs.model_dir,
         demonstrations=inputs.demonstrations,
         recent=RecentAnswers(config.repo, config.grpo.seed, comm) if config.repo.enabled else None,
+        watch=BadStepWatch(config) if config.debug.enabled else None,
     )
 
 
@@ -282,6 +324,16 @@ def build_experience(
         pass_rate_decay=config.experience.pass_rate_decay,
         categories={question.id: question.category for question in questions},
     )
+
+
+def build_sets_in_training(
+    config: Config, inputs: Inputs, engine: RolloutEngine, verifier: Verifier, comm: Communicator
+) -> SetsInTraining | None:
+    """What evaluates `inputs.sets`; None where there are none."""
+    if not inputs.sets:
+        return None
+    evaluator = SetEvaluator(config.eval, engine, inputs.tokenizer, inputs.sampling, comm)
+    return SetsInTraining(evaluator, inputs.sets, verifier)
 
 
 def build_evaluator(
@@ -324,14 +376,18 @@ def build_sft(config: Config, inputs: Inputs, comm: Communicator) -> tuple[SFTTr
 
 def warm_start_dir(config: Config, inputs: Inputs) -> Path:
     """Where the warm start of this model, data and `sft:` section is kept; any change of them changes the name."""
-    of_model = {**warm_start_identity(config), "model": _folder_fingerprint(inputs.model_dir)}
+    of_model = {
+        **warm_start_identity(config),
+        "model": _folder_fingerprint(inputs.model_dir),
+        "rows": _supervised_rows(config),
+    }
     identity = json.dumps(of_model, sort_keys=True)
     name = config.policy.model_name.replace("embedded:", "").rstrip("/").rsplit("/", 1)[-1]
     return Path(config.sft.warm_start_dir) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
 
 
 def warm_start_identity(config: Config) -> dict[str, Any]:
-    """All of a recipe that a warm start depends on, but for the files of its model."""
+    """All of a recipe that a warm start depends on, but for its model's files and the content of its data."""
     policy = config.policy
     return {
         "version": __version__,
@@ -349,6 +405,17 @@ def _supervised_source(source: DataSourceConfig) -> dict[str, Any]:
     if source.generator is None:
         return dumped
     return {name: dumped[name] for name in ("generator", "generator_difficulties")}
+
+
+def _supervised_rows(config: Config) -> str | None:
+    """Hash of the solutions that a file or function gives; None for a generator."""
+    key, source = ("data.train", config.data.train) if config.sft.data is None else ("sft.data", config.sft.data)
+    if not source.has_rows:
+        return None
+    digest = hashlib.sha256()
+    for solution in islice(read_solutions(source, key), source.max_questions):
+        digest.update(json.dumps([solution.question, solution.text]).encode())
+    return digest.hexdigest()
 
 
 def _folder_fingerprint(folder: Path) -> list[object]:
@@ -370,5 +437,5 @@ def _check_enough_questions(config: Config, train: QuestionSet) -> None:
         raise ConfigError(
             f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions "
             f"left after the length filter ({len(train.dropped_too_long)} were too long) and data.train.pass_rate_band "
-            f"or _range ({len(train.dropped_by_pass_rate)} were outside)"
+            f"or _range ({len(train.dropped_by_pass_rate)} were outside): lower it, or give more questions"
         )

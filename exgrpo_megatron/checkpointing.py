@@ -91,7 +91,11 @@ class CheckpointStore:
     writes in between; collectives stay in the main thread. Until it is whole, the folder has another name.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, comm: Communicator) -> None:
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, comm: Communicator, state_keys: frozenset[str] = STATE_KEYS
+    ) -> None:
+        """`state_keys`: what every state has, `step` and `metrics` among it."""
+        self._state_keys = state_keys
         self.folder, self.config, self.comm = folder, config, comm
         self._saving: _Saving | None = None
 
@@ -113,7 +117,7 @@ class CheckpointStore:
         """
         assert self._saving is None, "an earlier checkpoint is not finished"
         aside = self.folder / f"step_{step:06d}.incomplete"
-        with self._all_or_nothing(step, aside):
+        with self.comm.places.inside(f"checkpoint of step {step}: begin"), self._all_or_nothing(step, aside):
             with together(self.comm):
                 if self.comm.is_main:
                     _make_empty(aside)
@@ -140,18 +144,19 @@ class CheckpointStore:
             return None
         self._saving = None
         final = self.folder / f"step_{saving.step:06d}"
-        with self._all_or_nothing(saving.step, saving.aside):
-            with together(self.comm):
-                mine = saving.written.result()
-            for part in saving.parts:
-                part.finish()
-            everyones = gather_everyone(self.comm, mine)
-            with together(self.comm):
-                if self.comm.is_main:
-                    _make_whole(saving, final, [written.digests for written in everyones])
-        if self.comm.is_main:
-            self._prune()
-        self.comm.barrier()
+        with self.comm.places.inside(f"checkpoint of step {saving.step}: finish"):
+            with self._all_or_nothing(saving.step, saving.aside):
+                with together(self.comm):
+                    mine = saving.written.result()
+                for part in saving.parts:
+                    part.finish()
+                everyones = gather_everyone(self.comm, mine)
+                with together(self.comm):
+                    if self.comm.is_main:
+                        _make_whole(saving, final, [written.digests for written in everyones])
+            if self.comm.is_main:
+                self._prune()
+            self.comm.barrier()
         return Saved(final, max(written.seconds for written in everyones))
 
     @contextmanager
@@ -180,6 +185,10 @@ class CheckpointStore:
     def verify(self, checkpoint: Path, excuse: Callable[[str], bool] = lambda _: False) -> None:
         """Raise CheckpointError, on every rank, where a file of the checkpoint is missing, unreadable, or not as it was
         saved, unless `excuse` says of its name that whoever reads it sees to that."""
+        with self.comm.places.inside(f"checking {checkpoint.name}"):
+            self._verify(checkpoint, excuse)
+
+    def _verify(self, checkpoint: Path, excuse: Callable[[str], bool]) -> None:
         path = checkpoint / DIGESTS_FILE
         with together(self.comm):
             try:
@@ -232,22 +241,25 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """The checkpoint best in `checkpointing.metric_name` (ties: the newest); None where none has the metric."""
-        scored = [(value, path) for path in self.whole() if (value := self._metric(path)) is not None]
-        if not scored:
-            return None
-        sign = 1 if self.config.higher_is_better else -1
-        return max(scored, key=lambda pair: (sign * pair[0], pair[1].name))[1]
+        ranked = self._ranked()
+        return ranked[0] if ranked else None
 
     def whole(self) -> list[Path]:
         """Every whole checkpoint, by step."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and _is_whole(path)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+        return sorted(found, key=_step)
+
+    def _ranked(self) -> list[Path]:
+        """Every whole checkpoint that has the metric, the best first; of equal ones the newer."""
+        scored = [(value, path) for path in self.whole() if (value := self._metric(path)) is not None]
+        sign = 1 if self.config.higher_is_better else -1
+        return [path for _, path in sorted(scored, key=lambda pair: (-sign * pair[0], -_step(pair[1])))]
 
     def _metric(self, path: Path) -> float | None:
         try:
-            value = read_state(path)["metrics"].get(self.config.metric_name)
+            value = read_state(path, self._state_keys)["metrics"].get(self.config.metric_name)
             return None if value is None else float(value)
         except (CheckpointError, TypeError, ValueError, AttributeError) as error:
             logger.warning("%s is left out when the best checkpoint is looked for: %s", path, error)
@@ -255,9 +267,10 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """Delete what is no longer kept; what cannot be deleted costs room, not the run."""
-        keep = {*self.whole()[-self.config.keep_last_n :], self.best()}
+        whole, best = self.whole(), self.config.keep_top_k
+        keep = whole if best is None else {*whole[-self.config.keep_last_n :], *self._ranked()[:best]}
         left_over = [path for path in self.folder.iterdir() if _LEFT_OVER.fullmatch(path.name)]
-        for path in [*left_over, *(path for path in self.whole() if path not in keep)]:
+        for path in [*left_over, *(path for path in whole if path not in keep)]:
             try:
                 if path.is_symlink():
                     path.unlink()
@@ -267,8 +280,8 @@ class CheckpointStore:
                 logger.warning("%s is no longer kept but cannot be deleted: %s", path, error)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint; raises CheckpointError."""
+def read_state(checkpoint: Path, keys: frozenset[str] = STATE_KEYS) -> dict[str, Any]:
+    """The JSON state of a checkpoint, which has these keys; raises CheckpointError."""
     path = checkpoint / STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -279,7 +292,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} ({error})") from None
-    missing = STATE_KEYS - state.keys() if isinstance(state, dict) else STATE_KEYS
+    missing = keys - state.keys() if isinstance(state, dict) else keys
     if missing:
         raise CheckpointError(f"{path}: {_damaged(checkpoint)} (it lacks {', '.join(sorted(missing))})")
     if not isinstance(state["step"], int):
@@ -304,6 +317,10 @@ def _make_whole(saving: _Saving, final: Path, digests: list[dict[str, str]]) -> 
     all_digests = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
     replace_text(saving.aside / DIGESTS_FILE, json.dumps(all_digests, indent=1))
     _replace_folder(saving.aside, final)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +15,7 @@ from exgrpo_megatron import (
     __version__,
     data_command,
     experience_command,
+    launching_commands,
     model_commands,
     planning_commands,
     result_commands,
@@ -33,12 +33,9 @@ from exgrpo_megatron.process import (
     quiet_libraries,
     reported_errors,
     say,
+    whole_run,
 )
 from exgrpo_megatron.recipe import dump_recipe, load_recipe, load_with_report
-from exgrpo_megatron.stop import StopSignal
-
-if TYPE_CHECKING:
-    from exgrpo_megatron.comm import Communicator
 
 # Everything that needs torch is imported inside the commands: --help, show and options answer at once.
 
@@ -88,10 +85,16 @@ def _options(
 
 
 @app.command()
-def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Keep the batch of every bad step (debug.enabled=true).")
+    ] = False,
+) -> None:
     """Train a recipe: warm start if it asks for one, ExGRPO, evaluation and export. Run again to resume."""
-    config, of_nemo_rl = load_with_report(recipe, overrides or [])
-    with _run(config) as (comm, stop):
+    config, of_nemo_rl = load_with_report(recipe, [*(overrides or []), *(["debug.enabled=true"] if debug else [])])
+    with whole_run(config) as (comm, stop):
         from exgrpo_megatron.train_command import keep_report, train_and_report  # noqa: PLC0415
 
         keep_report(config, of_nemo_rl, comm)
@@ -102,17 +105,21 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Supervised fine-tuning of a recipe's model (its `sft:` section), exported to <logger.log_dir>/sft/hf."""
     config = load_recipe(recipe, overrides or [])
-    with _run(config) as (comm, stop):
-        from exgrpo_megatron import build, session  # noqa: PLC0415
+    with whole_run(config) as (comm, stop):
+        from exgrpo_megatron import build, supervised  # noqa: PLC0415
+        from exgrpo_megatron.comm import together  # noqa: PLC0415
+        from exgrpo_megatron.loggers.choice import check_loggers  # noqa: PLC0415
         from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
         from exgrpo_megatron.train_command import reporter_of  # noqa: PLC0415
 
+        with together(comm):
+            check_loggers(config.logger)
         inputs = build.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
         with reporter_of(comm, config.sft.max_num_steps, "sft") as reporter:
-            done = session.supervised_run(config, inputs, target, comm, reporter, stop)
+            done = supervised.supervised_run(config, inputs, target, comm, reporter, stop)
         if done is None:
-            say(comm, "stopped before the end: nothing was exported, and the same command begins again")
+            say(comm, "stopped before the end: nothing was exported, and the same command goes on")
             return
         if comm.is_main:
             used = done.with_name(RECIPE_FILE)
@@ -224,20 +231,11 @@ for other in (
     planning_commands.show,
     planning_commands.options,
     planning_commands.simulate,
-    planning_commands.launch,
+    launching_commands.launch,
     model_commands.convert,
     model_commands.export,
     result_commands.report,
     result_commands.sweep,
+    result_commands.debug,
 ):
     app.command()(other)
-
-
-@contextmanager
-def _run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
-    """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal."""
-    with process_group(config) as comm:
-        from exgrpo_megatron.run_folder import locked_folder  # noqa: PLC0415
-
-        with locked_folder(config, comm), StopSignal(announce=comm.is_main).installed() as stop:
-            yield comm, stop

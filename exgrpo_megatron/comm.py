@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from exgrpo_megatron.errors import UserError
+from exgrpo_megatron.places import Places
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -32,6 +33,8 @@ class Communicator(Protocol):
     """Processes."""
     is_main: bool
     """Whether this is the one process that writes and prints; its data-parallel rank is 0."""
+    places: Places
+    """Where this process is, for those who wait for it."""
 
     def all_gather(self, value: T) -> list[T]:
         """The value of every data-parallel rank, in rank order; the same list on every process."""
@@ -61,6 +64,9 @@ class SingleProcess:
     members = 1
     world_size = 1
     is_main = True
+
+    def __init__(self) -> None:
+        self.places = Places()
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value]

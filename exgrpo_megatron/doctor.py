@@ -65,6 +65,13 @@ PACKAGES: tuple[Package, ...] = (
     Package("math-verify", "math_verify", "the reward", needed=True),
     Package("pyarrow", "pyarrow", "Parquet questions, experience files", needed=True),
     Package("tensorboard", "tensorboard", "metrics as TensorBoard events", needed=True),
+    Package("wandb", "wandb", "runs in Weights & Biases (logger.wandb_enabled; extra: wandb)"),
+    Package(
+        "mlflow",
+        "mlflow",
+        "runs in MLflow (logger.mlflow_enabled; extra: mlflow)",
+        distributions=("mlflow", "mlflow-skinny"),
+    ),
     Package("gguf", "gguf", "reading GGUF models (extra: gguf; needs accelerate too)"),
     Package("accelerate", "accelerate", "reading GGUF models (extra: gguf)"),
     Package("triton", "triton", "GPU kernels; megatron-core 0.19 does not import without it", probe="triton"),

@@ -85,9 +85,11 @@ class Evaluator:
             )
             for i in mine
         ]
-        sampled = sample_share(self.engine, requests, sampling, comm)
+        with comm.places.inside(f"evaluation ({mode}): rollout"):
+            sampled = sample_share(self.engine, requests, sampling, comm)
         pairs = [(mine[index], response) for index, responses in sampled.items() for response in responses]
-        return gather_parts(comm, self._rows(mode, pairs, keep_tokens))
+        with comm.places.inside(f"evaluation ({mode}): reward"):
+            return gather_parts(comm, self._rows(mode, pairs, keep_tokens))
 
     def _rows(
         self, mode: str, pairs: list[tuple[int, SampledResponse]], keep_tokens: bool

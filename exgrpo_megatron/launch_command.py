@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import sys
@@ -59,8 +60,22 @@ def check_job(config: Config, job: SlurmJob) -> None:
             raise ConfigError(f"{option} {value!r}: letters, digits and . , _ @ + - only")
 
 
-def batch_file(job: SlurmJob, recipe: Path, overrides: Sequence[str]) -> str:
-    """The text of the batch file. Paths are those of this machine; all nodes must see them."""
+def training_python(given: str) -> str:
+    """The Python that trains: `given`, or this one where it is empty.
+
+    Raises:
+        ConfigError: none is given and this one has no torch, as in an environment for launching alone.
+    """
+    if not given and importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "this environment has no torch and cannot train: name the Python that does, as the nodes see it, with "
+            "--python /path/to/environment/bin/python"
+        )
+    return given or sys.executable
+
+
+def batch_file(job: SlurmJob, recipe: Path, overrides: Sequence[str], python: str, folder: str) -> str:
+    """The text of the batch file. All nodes must see the paths; the recipe's is relative to `folder`."""
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -72,17 +87,31 @@ def batch_file(job: SlurmJob, recipe: Path, overrides: Sequence[str]) -> str:
         "signal": f"B:USR1@{job.stop_before_s}" if job.time else None,
         "open-mode": "append",
         "output": f"{job.name}-%j.log",
-        "chdir": shlex.quote(str(Path.cwd())),
+        "chdir": shlex.quote(folder),
     }
     asked = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)
     arguments = " ".join(map(shlex.quote, ["train", str(recipe), *overrides]))
     return _TEMPLATE.format(
         asked=asked,
-        python=shlex.quote(sys.executable),
+        python=shlex.quote(python),
         nodes=job.nodes,
-        per_node=job.gpus_per_node,
-        patience=job.stop_before_s - _KILL_S,
+        torchrun=torchrun_options(job.nodes, job.gpus_per_node, job.stop_before_s),
         arguments=arguments,
+        meeting_point=MEETING_POINT,
+        pass_on_signals=PASS_ON_SIGNALS,
+    )
+
+
+def torchrun_options(nodes: int, processes_per_node: int, stop_before_s: int) -> str:
+    """What torchrun is told on every machine of a job; those of several meet where MEETING_POINT says."""
+    meeting = (
+        "--rdzv-endpoint=127.0.0.1:0"
+        if nodes == 1
+        else '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
+    )
+    return (
+        f"--nnodes={nodes} --nproc-per-node={processes_per_node} --max-restarts=0 "
+        f"--shutdown-timeout={stop_before_s - _KILL_S} \\\n    --rdzv-backend=c10d {meeting}"
     )
 
 
@@ -112,24 +141,13 @@ def time_limit_s(time: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-_TEMPLATE = """\
-#!/usr/bin/env bash
-{asked}
-#SBATCH --requeue
-#
-# Submit it with sbatch. A node that fails, and the time limit, put the job back into the queue, and it goes on from its
-# newest checkpoint; an error ends it.
-set -u
+MEETING_POINT = """\
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+"""
+"""Lines of a batch file: where the torchruns of its nodes meet."""
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 20000))
-
-# One torchrun a node. The first one that ends with an error ends the others: a lost node must not leave them waiting.
-srun --kill-on-bad-exit=1 --ntasks={nodes} --ntasks-per-node=1 \\
-    {python} -m torch.distributed.run \\
-    --nnodes={nodes} --nproc-per-node={per_node} --max-restarts=0 --shutdown-timeout={patience} \\
-    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\
-    -m exgrpo_megatron {arguments} &
+PASS_ON_SIGNALS = """\
 step=$!
 
 # Every rank finishes its step and saves on SIGTERM. USR1 comes before the time limit; TERM of scancel and preemption.
@@ -143,8 +161,29 @@ while kill -0 "$step" 2>/dev/null; do # a signal ends the wait, not the step
     status=0
     wait "$step" || status=$?
 done
-if [ "$limit_reached" -eq 1 ]; then
+# A preempted job that ends before its grace is over need not be queued again by Slurm, which signals the ranks and not
+# this script; where it was, this changes nothing.
+preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; }
+if [ "$limit_reached" -eq 1 ] || { [ "$status" -ne 0 ] && preempted; }; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
-exit "$status"
+"""
+"""Lines of a batch file, after srun in the background: its exit code is in `status` then."""
+
+_TEMPLATE = """\
+#!/usr/bin/env bash
+{asked}
+#SBATCH --requeue
+#
+# Submit it with sbatch. A node that fails, the time limit and preemption put the job back into the queue, and it goes
+# on from its newest checkpoint; an error ends it.
+set -u
+
+{meeting_point}
+# One torchrun a node. The first one that ends with an error ends the others: a lost node must not leave them waiting.
+srun --kill-on-bad-exit=1 --ntasks={nodes} --ntasks-per-node=1 \\
+    {python} -m torch.distributed.run \\
+    {torchrun} \\
+    -m exgrpo_megatron {arguments} &
+{pass_on_signals}exit "$status"
 """

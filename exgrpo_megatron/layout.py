@@ -32,7 +32,7 @@ def check_positions(architecture: Architecture, longest: int) -> None:
     if longest > architecture.max_positions:
         raise ConfigError(
             f"policy.max_total_sequence_length = {longest} is more than the {architecture.max_positions} positions "
-            f"of the model (max_position_embeddings)"
+            f"of the model (max_position_embeddings): lower it, or use a model with more"
         )
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -218,7 +218,10 @@ METRICS: dict[str, Metric] = {
     "time/replay_step_s": Metric("s", "replay steps: drawing, reading, forward, backward and optimiser"),
     "time/push_s": Metric("s", "handing new weights to the rollout engine"),
     "time/record_s": Metric("s", "recording groups into experience"),
+    "time/other_s": Metric("s", "the rest of the step: on one rank all of these add up to the next"),
     "time/step_s": Metric("s", "the whole step, without evaluation and checkpoints"),
+    "time/evaluate_s": Metric("s", "the evaluation after the step"),
+    "time/compare_s": Metric("s", "comparing the engine with the actor after the step, or before it (vllm only)"),
     "time/save_s": Metric(
         "s", "how long training stood still before the step to take a checkpoint, or to make one whole"
     ),
@@ -233,6 +236,10 @@ METRICS: dict[str, Metric] = {
     "validation/truncated": Metric("answers", "sampled held-out responses cut off at the longest length"),
     "validation/pass_rate_t1/<category>": Metric("share", "the same, of one category of questions"),
     "validation/pass_rate_greedy/<category>": Metric("share", "the same, of one category of questions"),
+    "validation/avg/<set>": Metric("share", "avg@k of a set of eval.sets (here and below: in_training only)"),
+    "validation/maj/<set>": Metric("share", "maj@k of a set with several samples a question"),
+    "validation/pass/<set>": Metric("share", "pass@k of such a set, with /k behind its name, for every k of pass_at"),
+    "validation/macro_avg/<group>": Metric("share", "mean of avg@k over the sets of a group, ID or OOD"),
     "sft/loss": Metric("nats", "supervised fine-tuning: mean negative log-prob of a target token"),
     "sft/learning_rate": Metric("", "supervised fine-tuning: learning rate"),
     "sft/grad_norm": Metric("", "supervised fine-tuning: global L2 norm of the gradient before clipping"),
@@ -269,6 +276,39 @@ class MetricSink(Protocol):
         """Forget what was written for later steps: a resumed run writes them again."""
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """One answer of a step, for people to read."""
+
+    question_id: str
+    question: str
+    answer: str
+    gold: str
+    reward: float
+    correct: bool
+    replayed: bool
+    tokens: int
+
+
+class RunSink(MetricSink, Protocol):
+    """A tool of others that has the run, with more of it than metrics."""
+
+    title: str
+    where: str
+    """An address or a folder."""
+
+    def answers(self, step: int, rows: Sequence[AnswerRow]) -> None:
+        """Keep some answers of a step; comes before its metrics."""
+
+    def finish(self, summary: Mapping[str, float | str], files: Sequence[Path]) -> None:
+        """The last step is done: keep what came of the run."""
+
+    def close(self, *, failed: bool = False) -> None: ...
+
+    def lost(self) -> list[str]:
+        """A line for each kind of thing it did not get, once it is closed."""
 
 
 class JsonlSink:
@@ -341,8 +381,9 @@ class TensorBoardSink:
 class MetricsLogger:
     """Checks metrics and hands them to every sink."""
 
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, sinks: Sequence[MetricSink], tools: Sequence[RunSink] = ()) -> None:
+        """`tools` get the metrics too, after `sinks`."""
+        self._sinks, self._tools = (*sinks, *tools), tuple(tools)
         self.nonfinite_values = 0
         """NaN and infinities seen so far; each is also warned of by name."""
 
@@ -360,9 +401,34 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.truncate_after(step)
 
-    def close(self) -> None:
-        for sink in self._sinks:
+    def answers(self, step: int, rows: Callable[[], Sequence[AnswerRow]]) -> None:
+        """Hand some answers of a step to the tools, before its metrics; `rows` is asked only where there are any."""
+        if self._tools:
+            found = rows()
+            for tool in self._tools:
+                tool.answers(step, found)
+
+    def finish(self, summary: Callable[[], Mapping[str, float | str]], files: Sequence[Path]) -> None:
+        """Tell the tools what came of the run."""
+        if self._tools:
+            found = summary()
+            for tool in self._tools:
+                tool.finish(found, files)
+
+    def where(self) -> dict[str, str]:
+        """Where the tools have the run."""
+        return {tool.title: tool.where for tool in self._tools}
+
+    def lost(self) -> list[str]:
+        """What the tools did not get, once they are closed."""
+        return [line for tool in self._tools for line in tool.lost()]
+
+    def close(self, *, failed: bool = False) -> None:
+        """`failed`: an error ended the run."""
+        for sink in self._sinks[: len(self._sinks) - len(self._tools)]:
             sink.close()
+        for tool in self._tools:
+            tool.close(failed=failed)
 
 
 def ratio_summary(prefix: str, log_ratios: NDArray[np.floating]) -> dict[str, float]:
@@ -411,9 +477,10 @@ def metrics_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Written once a step to `<run>/metrics.jsonl` (one JSON object a line, with `step`) and, unless turned off, to",
-        "TensorBoard under the same names. An evaluation has a line of its own with the step after which it ran (0:",
-        "before the first). A value that was not finite is `null`. A ratio is a token's w = exp(logp_new - logp_old).",
+        "Written once a step to `<run>/metrics.jsonl` (one JSON object a line, with `step`), and under the same names",
+        "to TensorBoard (unless turned off), W&B and MLflow (where turned on, [loggers.md](loggers.md)). An evaluation",
+        "has a line of its own with the step after which it ran (0: before the first). A value that was not finite is",
+        "`null`. A ratio is a token's w = exp(logp_new - logp_old).",
         "",
         "This file is generated: change `exgrpo_megatron/metrics.py`, then run `make docs`.",
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.recent_answers import RecentAnswers
 from exgrpo_megatron.rewards.verifier import Graded, Verdict
 from exgrpo_megatron.rollout.protocol import RolloutEngine, SamplingParams
-from exgrpo_megatron.types import Question, ScoredSequence, TokenIds, TrainSequence, UpdateResult
+from exgrpo_megatron.types import Group, Question, ScoredSequence, TokenIds, TrainSequence, UpdateResult
 
 
 class Policy(Protocol):
@@ -75,6 +76,9 @@ class Reporter(Protocol):
     def advance(self, text: str = "") -> None:
         """One supervised step is done."""
 
+    def skip(self, steps: int) -> None:
+        """So many supervised steps were done by an earlier run."""
+
     def note(self, text: str) -> None:
         """A line that stands by itself."""
 
@@ -86,7 +90,44 @@ class SilentReporter:
 
     def advance(self, text: str = "") -> None: ...
 
+    def skip(self, steps: int) -> None: ...
+
     def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class UpdateGiven:
+    """What an optimiser step is computed from, besides the weights."""
+
+    sequences: list[TrainSequence]
+    """Of all data-parallel ranks."""
+    share: list[int]
+    """Those of this one."""
+    objective: Objective
+    temperature: float
+    micro_batch_entropy_coeff: float
+    lr_multiplier: float
+    version: int
+    """Of the weights before it."""
+
+
+class StepWatch(Protocol):
+    """Looks on while a step runs."""
+
+    def step(self, parts: Parts, step: int) -> AbstractContextManager[None]:
+        """Around a step."""
+
+    def groups(self, groups: Sequence[Group]) -> None:
+        """The step's groups are graded."""
+
+    def before(self, given: UpdateGiven) -> None:
+        """An optimiser step begins."""
+
+    def after(self, result: UpdateResult) -> None:
+        """It is done."""
+
+    def judge(self, parts: Parts, metrics: Mapping[str, float]) -> list[str]:
+        """What is to be said of the step; collective."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +151,8 @@ class Parts:
     """Members of groups that do not come from the run."""
     recent: RecentAnswers | None = None
     """Answers of which off-policy groups are made."""
+    watch: StepWatch | None = None
+    """Keeps bad steps."""
 
 
 def score_shared(parts: Parts, pairs: list[tuple[TokenIds, TokenIds]]) -> list[ScoredSequence]:
@@ -138,10 +181,17 @@ def update_shared(
     """One optimiser step on the sequences; each data-parallel rank trains a token-balanced share. Collective, with the
     same sequences on every process."""
     share = balanced_shares([sequence.num_tokens for sequence in sequences], parts.comm.size)[parts.comm.rank]
-    return parts.policy.update(
+    temperature, watch = parts.sampling.temperature, parts.watch
+    if watch:
+        given = (sequences, share, objective, temperature, micro_batch_entropy_coeff, lr_multiplier)
+        watch.before(UpdateGiven(*given, version=parts.policy.version))
+    result = parts.policy.update(
         [sequences[i] for i in share],
         objective,
-        temperature=parts.sampling.temperature,
+        temperature=temperature,
         micro_batch_entropy_coeff=micro_batch_entropy_coeff,
         lr_multiplier=lr_multiplier,
     )
+    if watch:
+        watch.after(result)
+    return result

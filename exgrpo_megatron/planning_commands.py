@@ -1,8 +1,7 @@
-"""`exgrpo show`, `options`, `simulate` and `launch`: what a recipe means, before anything is trained."""
+"""`exgrpo show`, `options` and `simulate`: what a recipe means, before anything is trained."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,6 @@ from rich.console import Console
 
 from exgrpo_megatron.arguments import OverridesArgument, RecipeArgument
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.plan_command import planned_processes, show_plan
 from exgrpo_megatron.process import quiet_libraries
 from exgrpo_megatron.recipe import dump_recipe, load_recipe, load_with_report
@@ -100,48 +98,3 @@ def simulate(
     from exgrpo_megatron.simulate_command import SimulateRequest, simulate_and_report  # noqa: PLC0415
 
     simulate_and_report(config, SimulateRequest(rates, growth, questions, distinct, answer_tokens, out, json))
-
-
-def launch(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Machines. Default: cluster.num_nodes; 1 where that is null", show_default=False),
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Default: cluster.gpus_per_node; 8 where that is null", show_default=False)
-    ] = None,
-    partition: Annotated[str | None, typer.Option(show_default=False)] = None,
-    account: Annotated[str | None, typer.Option(show_default=False)] = None,
-    time: Annotated[str | None, typer.Option(help="Limit, as sbatch takes it.", show_default=False)] = None,
-    stop_before_s: Annotated[
-        int, typer.Option(help="The run saves and stops so long before the limit: longer than a step.")
-    ] = 600,
-    job_name: Annotated[str | None, typer.Option(help="Default: that of the recipe file", show_default=False)] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="File to write. Default: standard output", show_default=False)
-    ] = None,
-) -> None:
-    """A batch file that trains a recipe on several machines under Slurm. Nothing is submitted."""
-    from exgrpo_megatron.launch_command import SlurmJob, batch_file, check_job  # noqa: PLC0415
-
-    config = load_recipe(recipe, overrides or [])
-    job = SlurmJob(
-        nodes=nodes or config.cluster.num_nodes or 1,
-        gpus_per_node=gpus_per_node or config.cluster.gpus_per_node or 8,
-        name=job_name or recipe.stem,
-        partition=partition,
-        account=account,
-        time=time,
-        stop_before_s=stop_before_s,
-    )
-    check_job(config, job)
-    text = batch_file(job, recipe, overrides or [])
-    if output is None:
-        sys.stdout.write(text)
-        return
-    replace_text(output, text)
-    Console().print(
-        f"written to {output}; submit it with: sbatch {output}", markup=False, highlight=False, soft_wrap=True
-    )

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,13 +24,18 @@ from rich.markup import escape
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import LostRankError, UserError
-from exgrpo_megatron.stop import StoppedAtOnceError
+from exgrpo_megatron.hang import Lookout, watched
+from exgrpo_megatron.places import Places
+from exgrpo_megatron.stop import StoppedAtOnceError, StopSignal
 
 if TYPE_CHECKING:
     from exgrpo_megatron.policy.distributed import DataParallel
 
 USER_ERROR, STOPPED_AT_ONCE = 2, 130
 """Exit codes."""
+
+HANG_FOLDER = "hang"
+"""Of the run's folder: what was found of a run that stood still."""
 
 PATIENCE_S = 10.0
 """How long a rank other than 0 keeps an error to itself: much longer than a launcher needs to end it."""
@@ -86,26 +92,59 @@ def say(comm: Communicator, text: str) -> None:
 def process_group(config: Config) -> Iterator[DataParallel]:
     """The processes of the run, left at the end; libraries are kept quiet inside.
 
+    Where nothing moves for `cluster.hang_timeout_s`, the process ends with a message that says which rank is behind.
+
     Raises:
         LostRankError: another process ended early.
+        UserError: the GPU's memory did not suffice.
     """
     # Idle OpenMP threads sleep instead of spinning: on a machine that is shared, spinning made a step ten times slower.
     # Read when torch is loaded, below; a user's own setting stands.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     quiet_libraries()
+    import torch  # noqa: PLC0415
+
     from exgrpo_megatron.policy import distributed  # noqa: PLC0415
 
     quiet_transformers()
-    comm = distributed.initialize(config.policy, config.cluster, config.grpo.seed)
-    try:
-        yield comm
-        comm.barrier()
-    except (RuntimeError, UserError) as error:
-        if comm.world_size > 1 and distributed.lost_rank(error):
-            raise _lost_rank(comm) from error
-        raise
-    finally:
-        comm.shutdown()
+    places, rank = Places(), launched_rank()
+    limit_s = config.cluster.hang_timeout_s
+    lookout = Lookout(places, distributed.side_store, rank, launched_processes(), limit_s)
+    with watched(lookout, rank, Path(config.logger.log_dir) / HANG_FOLDER, _leave_hanging):
+        comm = distributed.initialize(config.policy, config.cluster, config.grpo.seed, places)
+        try:
+            yield comm
+            comm.barrier()
+        except (RuntimeError, UserError) as error:
+            if comm.world_size > 1 and distributed.lost_rank(error):
+                raise _lost_rank(comm) from error
+            if isinstance(error, torch.OutOfMemoryError):
+                raise _out_of_memory(error) from error
+            raise
+        finally:
+            comm.shutdown()
+
+
+def _leave_hanging(message: str, speaks: bool) -> NoReturn:
+    """End a process whose main thread hangs; called in another one."""
+    if speaks:
+        _tell_launcher(message)
+        # Whatever draws a progress bar may hang with a lock that a console would wait for; bars hide the cursor.
+        shown = "\x1b[?25h" if os.isatty(2) else ""
+        os.write(2, f"{shown}\nerror: {_whose()}{message}\n".encode())
+    else:
+        time.sleep(PATIENCE_S)
+    os._exit(USER_ERROR)
+
+
+@contextmanager
+def whole_run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
+    """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal."""
+    with process_group(config) as comm:
+        from exgrpo_megatron.run_folder import locked_folder  # noqa: PLC0415
+
+        with locked_folder(config, comm), StopSignal(announce=comm.is_main).installed() as stop:
+            yield comm, stop
 
 
 def _lost_rank(comm: DataParallel) -> LostRankError:
@@ -120,6 +159,17 @@ def _lost_rank(comm: DataParallel) -> LostRankError:
         f"{ranks} ended without a message: killed, perhaps for want of memory, of which the kernel's log would tell; "
         "the others cannot go on without it, and the same command goes on from the newest checkpoint",
         killed,
+    )
+
+
+def _out_of_memory(error: BaseException) -> UserError:
+    """What torch says of the sizes, and the last function of this program before it."""
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "exgrpo_" in frame.filename]
+    where = f" in {ours[-1].name} ({Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else ""
+    sizes = str(error).split(" Including ")[0].split("\n")[0]
+    return UserError(
+        f"out of memory{where}: {sizes} `exgrpo show RECIPE --world-size N` says what each phase of a step needs, and "
+        "docs/operations.md in which order to change what; the same command goes on from the newest checkpoint"
     )
 
 
@@ -202,10 +252,13 @@ def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
 
 
 def _write_error(message: str) -> None:
-    rank = launched_rank()
-    whose = f"rank {rank}: " if rank else ""
-    Console(stderr=True).print(f"[red]error:[/red] {escape(whose + message)}", soft_wrap=True, highlight=False)
+    Console(stderr=True).print(f"[red]error:[/red] {escape(_whose() + message)}", soft_wrap=True, highlight=False)
     sys.stdout.flush()
+
+
+def _whose() -> str:
+    rank = launched_rank()
+    return f"rank {rank}: " if rank else ""
 
 
 def _tell_launcher(message: str) -> None:

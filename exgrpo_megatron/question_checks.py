@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -9,7 +10,7 @@ from exgrpo_megatron import build
 from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.questions import check_disjoint
-from exgrpo_megatron.errors import DataError
+from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.parts import Verifier
 from exgrpo_megatron.types import Question
 
@@ -20,6 +21,8 @@ SHOWN = 5
 def describe_questions(inputs: Inputs) -> Iterator[str]:
     """A line a set: how many, what was left out and why; and how many stand in both sets, which none should."""
     yield f"training questions: {inputs.train.describe()}"
+    for name, questions in inputs.sets.items():
+        yield f"set {name}: {questions.describe()}"
     if inputs.validation is None:
         return
     yield f"held-out questions: {inputs.validation.describe()}"
@@ -28,6 +31,30 @@ def describe_questions(inputs: Inputs) -> Iterator[str]:
         yield (
             f"warning: {shared} of the {len(inputs.held_out)} held-out questions are training questions too, so the "
             f"held-out pass rate flatters the model; take them out of data.train or data.validation"
+        )
+
+
+def check_best_checkpoint(config: Config, inputs: Inputs) -> Iterator[str]:
+    """A line where checkpoints are saved whose steps are not evaluated, so that they can never be the best.
+
+    Raises:
+        ConfigError: checkpointing.metric_name is of a category that no held-out question has.
+    """
+    if not (inputs.validation or inputs.sets) or not config.checkpointing.enabled:
+        return
+    name, saved, evaluated = config.checkpointing.metric_name, config.checkpointing.save_period, config.grpo.val_period
+    category = name.removeprefix("validation/").partition("/")[2]
+    there = sorted({question.category for question in inputs.held_out if question.category is not None})
+    if name.startswith("validation/pass_rate_") and category and category not in there:
+        raise ConfigError(
+            f"checkpointing.metric_name = {name}: no held-out question has the category {category!r}; there are "
+            f"{', '.join(map(repr, there)) or 'none (data.validation.category_key)'}"
+        )
+    if not evaluated or saved % evaluated:
+        often = f"every {math.lcm(saved, evaluated)} steps, and at the end," if evaluated else "at the end alone"
+        yield (
+            f"best checkpoint: grpo.val_period = {evaluated} and checkpointing.save_period = {saved}, so that {often} "
+            f"there is one that can be the best in {name}"
         )
 
 
@@ -44,9 +71,11 @@ def check_gold_answers(config: Config, inputs: Inputs) -> Iterator[str]:
                 f"no gold answer of {inputs.train.source} is accepted as equal to itself ({_shown(refused)}), so no "
                 f"response can be rewarded; {_REMEDY}"
             )
+        free = {name: held.questions for name, held in inputs.sets.items() if not config.eval.sets[name].choices_key}
+        others = {"held-out": inputs.held_out, **{f"{name} (eval.sets)": found for name, found in free.items()}}
         for kind, questions, found in (
             ("training", inputs.train.questions, refused),
-            ("held-out", inputs.held_out, _refused(verifier, inputs.held_out)),
+            *((kind, questions, _refused(verifier, questions)) for kind, questions in others.items()),
         ):
             if found:
                 yield (
@@ -56,7 +85,7 @@ def check_gold_answers(config: Config, inputs: Inputs) -> Iterator[str]:
 
 
 _REMEDY = (
-    "correct the answers (data.*.answer_key, data.*.answer_marker), or see whether env.math.require_literal or "
+    "correct the answers (answer_key, answer_marker), or see whether env.math.require_literal or "
     "env.math.max_boxed_chars forbids them"
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -17,7 +17,9 @@ from pydantic_core import PydanticUndefined
 
 from exgrpo_megatron.config import Config, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.functions import with_names
 from exgrpo_megatron.nemo_rl import is_nemo_rl, translate
+from exgrpo_megatron.verl_keys import verl_advice
 
 NEMO_RL_ADVICE = {
     "cluster.segment_size": "leave it out; placement is the launcher's",
@@ -30,12 +32,12 @@ NEMO_RL_ADVICE = {
     "grpo.reward_shaping.stop_properly_penalty_coef": "use grpo.overlong_filtering or the other keys of reward_shaping",
     "grpo.use_dynamic_sampling": "leave it out; experience.replay_ratio raises the share of mixed groups",
     "grpo.val_batch_size": "leave it out; policy.generation.max_batch_size bounds the batch",
-    "logger.mlflow_enabled": "not supported yet; metrics.jsonl and TensorBoard are written",
-    "logger.wandb_enabled": "not supported yet; metrics.jsonl and TensorBoard are written",
+    "logger.mlflow.run_id": "leave it out; a run goes on with the MLflow run it began",
+    "logger.monitor_gpus": "leave it out; W&B watches the machine by itself",
+    "logger.swanlab_enabled": "leave it out; use logger.wandb_enabled or logger.mlflow_enabled",
     "loss_fn.reference_policy_kl_penalty": "leave it out; ExGRPO has no reference model",
     "loss_fn.sequence_level_importance_ratios": "leave it out; loss_fn.rollout_is is the level of the correction alone",
     "loss_fn.token_level_loss": "use loss_fn.normalizer",
-    "checkpointing.keep_top_k": "use checkpointing.keep_last_n; the best one is always kept",
     "data.max_input_seq_len": "use data.max_input_seq_length",
     "data.dataset_name": "use data.train.path",
     "data.train_data_path": "use data.train.path",
@@ -73,20 +75,58 @@ NEMO_RL_ADVICE = {
 """Keys NeMo-RL users may bring that have no place here, with what to do instead."""
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The recipe at `path`, its `defaults:` beneath it and the `key=value` overrides on top; raises ConfigError."""
-    return load_with_report(path, overrides)[0]
+def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """A recipe, resolved and checked: every key has its value.
+
+    Args:
+        recipe: path of a YAML file, or its content as a mapping; the files that `defaults:` names (from the file's
+            folder, else from the current one) are beneath it.
+        overrides: what stands above it: `section.key=value` texts as on the command line, or a mapping of dotted keys
+            to values. A mapping as a value replaces the whole section. A value may be a function (of a module or of the
+            script that runs) where the key names one: `env.reward_function`, `data.train.source_function`.
+
+    Raises:
+        ConfigError: no such file, or keys or values that break a rule; it names every one.
+    """
+    return load_with_report(recipe, overrides)[0]
 
 
-def load_with_report(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, str | None]:
+def load_with_report(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> tuple[Config, str | None]:
     """The same, and what became of its keys where the file is a configuration of NeMo-RL (docs/nemo.md), else None."""
-    raw = _read_with_defaults(Path(path), ())
-    for override in overrides:
-        _apply_override(raw, override)
+    raw, report = _read_given(recipe, overrides)
+    return parse_recipe(raw, source=_source(recipe)), report
+
+
+def given_keys(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> dict[str, Any]:
+    """What the recipe, those beneath it and the overrides set, and nothing else, as nested dictionaries; raises
+    ConfigError where it is no recipe."""
+    raw, _ = _read_given(recipe, overrides)
+    parse_recipe(raw, source=_source(recipe))
+    return raw
+
+
+def _read_given(
+    recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any]
+) -> tuple[dict[str, Any], str | None]:
+    if isinstance(recipe, Mapping):
+        raw = _over_defaults(with_names(recipe, ""), Path("recipe"), ())
+    else:
+        raw = _read_with_defaults(Path(recipe), ())
+    given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed_override, overrides)
+    for name, value in given:
+        _apply_override(raw, name, with_names(value, name))
     if not is_nemo_rl(raw):
-        return parse_recipe(raw, source=str(path)), None
-    translation = translate(raw, str(path))
-    return parse_recipe(translation.recipe, source=str(path)), translation.report(str(path))
+        return raw, None
+    translation = translate(raw, _source(recipe))
+    return translation.recipe, translation.report(_source(recipe))
+
+
+def _source(recipe: str | Path | Mapping[str, Any]) -> str:
+    return "recipe" if isinstance(recipe, Mapping) else str(recipe)
 
 
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Config:
@@ -243,7 +283,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})\Z"), list("-+.0123456789"))
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Raises ConfigError with what is wrong with the text."""
     try:
         return yaml.load(text, Loader=_Loader)
@@ -259,7 +299,10 @@ def _read_with_defaults(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]
     """The file merged over the files its `defaults:` names (relative to it)."""
     if path.resolve() in parents:
         raise ConfigError(f"{path}: defaults form a circle: {' -> '.join(map(str, [*parents, path.resolve()]))}")
-    raw = _read_yaml(path)
+    return _over_defaults(_read_yaml(path), path, parents)
+
+
+def _over_defaults(raw: dict[str, Any], path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
     given = raw.pop("defaults", [])
     names = given if isinstance(given, list) else [given]
     merged: dict[str, Any] = {}
@@ -284,7 +327,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that no file can have
         raise ConfigError(f"{path}: cannot be read as a recipe: {error}") from None
     try:
-        raw = _parse_yaml(text)
+        raw = parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
@@ -316,14 +359,17 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def _parsed_override(override: str) -> tuple[str, Any]:
     name, separator, text = override.partition("=")
     if not separator or not name:
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     try:
-        value = _parse_yaml(text)
+        return name, parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"override {_shown(override)}: {error}") from None
+
+
+def _apply_override(raw: dict[str, Any], name: str, value: Any) -> None:
     *sections, last = name.split(".")
     here = raw
     for section in sections:
@@ -343,6 +389,8 @@ def _explain(item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{dotted}: {message}" if dotted else message
+    if item["type"] == "string_type" and isinstance(item["input"], dict):
+        message += "; a text in braces needs quotes"
     meaning = next((option.meaning for option in options() if option.name == dotted), "")
     return f"{dotted} = {_shown(item['input'])}: {message}{f' ({meaning})' if meaning else ''}"
 
@@ -359,6 +407,8 @@ def _unknown_key(dotted: str) -> str:
     for name, advice in NEMO_RL_ADVICE.items():
         if dotted == name or dotted.startswith(name + "."):
             return f"{dotted}: not a key of this recipe: {advice}"
+    if of_verl := verl_advice(dotted):
+        return f"{dotted}: not a key of this recipe: {of_verl}"
     known = [option.name for option in options()]
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.0)
     same_leaf = [name for name in known if name.split(".")[-1] == dotted.split(".")[-1]]

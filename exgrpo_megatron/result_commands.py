@@ -1,4 +1,4 @@
-"""`exgrpo sweep` and `exgrpo report`: runs compared, and one run looked at."""
+"""`exgrpo sweep`, `report` and `debug`: runs compared, one run looked at, and one step of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.process import quiet_libraries
+from exgrpo_megatron.process import process_group, quiet_libraries
 
 # What draws pictures is imported inside the commands.
 
@@ -101,3 +101,29 @@ def report(
     from exgrpo_megatron.report.dashboard import write_dashboard  # noqa: PLC0415
 
     console.print(f"dashboard: {write_dashboard(run)}", soft_wrap=True, highlight=False)
+
+
+def debug(
+    folder: Annotated[Path, typer.Argument(help="Of a bad step: <logger.log_dir>/debug/step_N.", show_default=False)],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hugging Face folder: compute it again from the tokens with these weights.", show_default=False
+        ),
+    ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="The same with the weights that were kept with it (debug.weights).")
+    ] = False,
+) -> None:
+    """What `exgrpo train --debug` kept of a bad step, with its loss computed again from what was kept."""
+    quiet_libraries()
+    from exgrpo_megatron.debug_command import replay_bad_step, replay_recipe, show_bad_step  # noqa: PLC0415
+
+    show_bad_step(folder)
+    if model is None and not replay:
+        return
+    if model is None and not (folder / "weights").is_dir():
+        raise ConfigError(f"--replay: no weights were kept in {folder} (debug.weights = false): give --model")
+    config = replay_recipe(folder)
+    with process_group(config) as comm:
+        replay_bad_step(folder, model, config, comm)

@@ -15,8 +15,11 @@ from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.experience.history import HISTORY_FILE, HistoryWriter
 from exgrpo_megatron.files import replace_text, writable_folder
+from exgrpo_megatron.loggers.choice import open_loggers
+from exgrpo_megatron.loggers.protocol import RunFacts
 from exgrpo_megatron.metrics import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink, read_metrics
 from exgrpo_megatron.recipe import dump_recipe
+from exgrpo_megatron.versions import git_revision, versions
 
 RECIPE_FILE = "recipe.yaml"
 NEMO_RL_FILE = "nemo_rl.txt"
@@ -94,7 +97,7 @@ def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
     held: set[Path] = set()
     with ExitStack() as stack:
         # Nobody may go on where the lock is another run's: each process deletes what it takes for left over.
-        with together(comm):
+        with comm.places.inside("locking the run's folder"), together(comm):
             for key, path in folders.items():
                 writable_folder(path, key)
                 if comm.is_main and path.resolve() not in held:
@@ -107,20 +110,42 @@ def locked_folder(config: Config, comm: Communicator) -> Iterator[RunFolder]:
 def open_metrics(
     config: Config, comm: Communicator, last_step: int, folder: Path | None = None
 ) -> Iterator[MetricsLogger]:
-    """The metrics files in `folder` (the run's) on rank 0, without lines after `last_step`; nothing on the others."""
-    folder = folder or Path(config.logger.log_dir)
-    sinks: list[MetricSink] = []
-    if comm.is_main:
-        sinks.append(JsonlSink(folder / METRICS_FILE))
-        if config.logger.tensorboard_enabled:
-            sinks.append(TensorBoardSink(folder / "tensorboard"))
-    for sink in sinks:
-        sink.truncate_after(last_step)
-    logger = MetricsLogger(sinks)
+    """The metrics files in `folder` (the run's) and the tools of others on rank 0, without lines after `last_step`;
+    nothing on the others. Collective; raises UserError on every process where one of them cannot be opened."""
+    with together(comm):
+        logger = _opened(config, comm, last_step, folder) if comm.is_main else MetricsLogger([])
+    failed = True
     try:
         yield logger
+        failed = False
     finally:
-        logger.close()
+        logger.close(failed=failed)
+
+
+def _opened(config: Config, comm: Communicator, last_step: int, folder: Path | None) -> MetricsLogger:
+    run = Path(config.logger.log_dir)
+    at = folder or run
+    sinks: list[MetricSink] = [JsonlSink(at / METRICS_FILE)]
+    if config.logger.tensorboard_enabled:
+        sinks.append(TensorBoardSink(at / "tensorboard"))
+    for sink in sinks:
+        sink.truncate_after(last_step)
+    facts = RunFacts(
+        logger=config.logger,
+        folder=at,
+        name=run.resolve().name,
+        suffix="" if folder is None else f"-{at.name}",
+        recipe=config.model_dump(mode="json"),
+        made_with=_made_with(comm),
+        files=tuple(path for path in (at / RECIPE_FILE,) if path.is_file()),
+    )
+    return MetricsLogger(sinks, open_loggers(facts, last_step))
+
+
+def _made_with(comm: Communicator) -> dict[str, str]:
+    revision = git_revision(Path(__file__).parent)
+    found = {"git_revision": revision} if revision else {}
+    return {**versions(), **found, "processes": str(comm.world_size)}
 
 
 def open_history(config: Config, comm: Communicator, last_step: int) -> HistoryWriter | None:

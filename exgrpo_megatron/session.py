@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from exgrpo_megatron import build
 from exgrpo_megatron.agreement import AgreementGate
 from exgrpo_megatron.build import Inputs
@@ -22,12 +20,13 @@ from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.history import HistoryWriter
 from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.metrics import MetricsLogger, read_metrics
+from exgrpo_megatron.loggers.content import answer_rows, run_outcome
+from exgrpo_megatron.metrics import AnswerRow, MetricsLogger, read_metrics
 from exgrpo_megatron.parts import Reporter
 from exgrpo_megatron.prefill import load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
 from exgrpo_megatron.report.console import evaluation_line
-from exgrpo_megatron.report.model_card import TrainedModel, model_card
+from exgrpo_megatron.report.model_card import TrainedModel
 from exgrpo_megatron.run_folder import (
     METRICS_FILE,
     RECIPE_FILE,
@@ -36,14 +35,13 @@ from exgrpo_megatron.run_folder import (
     open_history,
     open_metrics,
 )
-from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.stop import StopSignal
+from exgrpo_megatron.supervised import what_goes_along
 from exgrpo_megatron.trainer import StepResult, Trainer
 from exgrpo_megatron.types import Question
 
 if TYPE_CHECKING:
     from exgrpo_megatron.policy.actor import MegatronActor
-    from exgrpo_megatron.policy.export import ExportOptions
 
 
 RECENT_FOLDER = "recent_answers"
@@ -76,18 +74,24 @@ class TrainingRun:
         self.store = checkpoint_store(config, comm)
         checkpoint = self.store.latest() if config.checkpointing.enabled else None
         state = check_state(checkpoint, inputs) if checkpoint else {}
-        self.actor: MegatronActor = build.build_rl_actor(config, inputs.model_dir if checkpoint else start_from, comm)
-        self.parts = build.build_parts(config, inputs, self.actor, comm, self.folder.experience)
+        with comm.places.inside("loading the model"):
+            self.actor: MegatronActor = build.build_rl_actor(
+                config, inputs.model_dir if checkpoint else start_from, comm
+            )
+            self.parts = build.build_parts(config, inputs, self.actor, comm, self.folder.experience)
         self.trainer = Trainer(self.parts)
         self.evaluator: Evaluator | None = build.build_evaluator(
             config, inputs, self.parts.engine, self.parts.verifier, comm
         )
+        self.sets = build.build_sets_in_training(config, inputs, self.parts.engine, self.parts.verifier, comm)
         self.gate = AgreementGate(self.parts) if config.policy.generation.backend == "vllm" else None
         self.last_checkpoint = checkpoint
+        self._told = False
         if self.parts.demonstrations:
             reporter.note(self.parts.demonstrations.describe())
         if checkpoint:
-            self._resume(checkpoint, state)
+            with comm.places.inside(f"resuming from {checkpoint.name}"):
+                self._resume(checkpoint, state)
         elif config.policy.init_from:
             self._begin_with(Path(config.policy.init_from))
         if not checkpoint and config.experience.enabled and config.experience.prefill_path:
@@ -105,7 +109,8 @@ class TrainingRun:
             history = open_history(self.config, self.comm, first_step)
             if self.config.experience.stored_answer == "text":
                 self.reporter.note("experience.stored_answer = text: log-probs are padded with zeros, as released")
-            if first_step == 0 and self.config.grpo.val_at_start and self.evaluator and not self._stopping(stop):
+            evaluates = self.config.grpo.val_at_start and (self.evaluator or self.sets)
+            if first_step == 0 and evaluates and not self._stopping(stop):
                 self.trainer.push_weights()
                 metrics.write(0, {**self._compare(0, self.inputs.train.questions), **self._evaluate(0)})
             elif self.gate and first_step < until:
@@ -117,7 +122,11 @@ class TrainingRun:
                 with self.store.kept():
                     self.trainer.fit(until, self._after_step(metrics, history, stop, compared))
             finished = self.trainer.last_step >= until
-            export = self._export() if finished and self.config.checkpointing.export_hf else None
+            export = self._export(metrics) if finished and self.config.checkpointing.export_hf else None
+            if finished:
+                metrics.finish(partial(self._outcome, export), [export / "README.md"] if export else [])
+        for line in metrics.lost():
+            self.reporter.note(line)
         return RunOutcome(self.folder.path, self.trainer.last_step, first_step, finished, self.last_checkpoint, export)
 
     def _after_step(
@@ -133,6 +142,8 @@ class TrainingRun:
             self.reporter.step_line(result.metrics)
             for warning in result.warnings:
                 self.reporter.note(f"step {result.step}: {warning}")
+            if result.step == 1 or due or last:
+                metrics.answers(result.step, partial(self._some_answers, result))
             compared = bool(self.gate and self.gate.due(result.step))
             values = {
                 **result.metrics,
@@ -145,33 +156,55 @@ class TrainingRun:
                 history.write(result.step, result.events)
             stopping, before = self._stopping(stop), {}
             if config.checkpointing.enabled:
-                leaving = last or stopping
-                save_due = leaving or result.step % config.checkpointing.save_period == 0
-                before = self._save(values, due=save_due, leaving=leaving)
+                before, stopping = self._save_if_due(values, stop, last=last, stopping=stopping)
             return not stopping
 
         return after_step
 
+    def _save_if_due(
+        self, values: dict[str, float], stop: StopSignal, *, last: bool, stopping: bool
+    ) -> tuple[dict[str, float], bool]:
+        """After a step: how long saving took, and whether the run stops, which a signal may say only meanwhile."""
+        leaving = last or stopping
+        due = leaving or self.trainer.last_step % self.config.checkpointing.save_period == 0
+        times = self._save(values, due=due, leaving=leaving)
+        if leaving or not times or not self._stopping(stop):
+            return times, stopping
+        return times | self._save(values, due=not due, leaving=True), True
+
     def _stopping(self, stop: StopSignal) -> bool:
-        return self.comm.anywhere(stop.requested)
+        stopping = self.comm.anywhere(stop.requested)
+        if stopping and not stop.requested and not self._told:
+            self._told = True
+            self.reporter.note("another process of the run was told to stop, so all save and stop")
+        return stopping
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        if self.evaluator is None:
+        if self.evaluator is None and self.sets is None:
             return {}
-        metrics = self.evaluator.run().metrics
+        started = time.perf_counter()
+        metrics = self.evaluator.run().metrics if self.evaluator else {}
+        metrics = {**metrics, **(self.sets.run() if self.sets else {})}
         self.reporter.note(evaluation_line(step, metrics, self.config.eval.temperature))
-        return metrics
+        return {**metrics, "time/evaluate_s": time.perf_counter() - started}
 
     def _compare(self, step: int, questions: Sequence[Question]) -> dict[str, float]:
         """Engine against actor; raises UserError where they are too far apart and the recipe says to stop then."""
         if self.gate is None:
             return {}
+        started = time.perf_counter()
         agreement = self.gate.compare(step, questions)
         if agreement.fault is not None:
             if self.gate.stops:
                 raise UserError(agreement.fault)
             self.reporter.note(f"step {step}: {agreement.fault}")
-        return agreement.metrics
+        return {**agreement.metrics, "time/compare_s": time.perf_counter() - started}
+
+    def _some_answers(self, result: StepResult) -> list[AnswerRow]:
+        return answer_rows(result.groups, self.config.logger.num_answers, self.parts.tokenizer.decode)
+
+    def _outcome(self, export: Path | None) -> dict[str, float | str]:
+        return run_outcome(read_metrics(self.folder.path / METRICS_FILE), self.trainer.last_step, str(export or "none"))
 
     def _open_metrics(self) -> AbstractContextManager[MetricsLogger]:
         if self.comm.is_main:
@@ -186,7 +219,7 @@ class TrainingRun:
         `leaving`: there is no later moment, so it is made whole now. Returns how long that took.
         """
         started = time.perf_counter()
-        times = self._finish_save(wait=due)
+        times = self._finish_save(wait=due or leaving)
         if due:
             self.store.begin(self.trainer.last_step, self._state(values), self._snapshot)
             times |= self._finish_save(wait=leaving or not self.config.checkpointing.async_save)
@@ -259,14 +292,22 @@ class TrainingRun:
         quarantine = self.config.experience.on_corruption == "quarantine"
         return quarantine and file.startswith("experience/segments/")
 
-    def _export(self) -> Path:
+    def _export(self, metrics: MetricsLogger) -> Path:
         from exgrpo_megatron.policy.export import export_hf  # noqa: PLC0415
 
         records = read_metrics(self.folder.path / METRICS_FILE) if self.comm.is_main else []
-        trained = TrainedModel(self.config, self.trainer.last_step, self.data, self.inputs.train.fingerprint, records)
-        report = export_hf(
-            self.actor, self.folder.export, self.inputs.model_dir, _what_goes_along(self.inputs, trained)
+        trained = TrainedModel(
+            self.config,
+            self.trainer.last_step,
+            self.data,
+            self.inputs.train.fingerprint,
+            records,
+            logged=metrics.where(),
         )
+        with self.comm.places.inside("export"):
+            report = export_hf(
+                self.actor, self.folder.export, self.inputs.model_dir, what_goes_along(self.inputs, trained)
+            )
         if self.comm.is_main:
             self.folder.set_exported_step(self.trainer.last_step)
         self.reporter.note(f"exported to {self.folder.export} and checked: {report.describe()}")
@@ -301,55 +342,3 @@ def check_state(checkpoint: Path, inputs: Inputs) -> dict[str, Any]:
             f"another logger.log_dir"
         )
     return state
-
-
-def warm_start(config: Config, inputs: Inputs, comm: Communicator, reporter: Reporter, stop: StopSignal) -> Path | None:
-    """The folder of the kept warm start, trained now if it is not there; None where a signal stopped it."""
-    folder = build.warm_start_dir(config, inputs)
-    if (folder / "config.json").is_file():
-        reporter.note(f"warm start: reusing {folder}")
-        return folder
-    reporter.note(f"warm start: {config.sft.max_num_steps} supervised steps, kept in {folder}")
-    return supervised_run(config, inputs, folder, comm, reporter, stop)
-
-
-def supervised_run(
-    config: Config, inputs: Inputs, export_to: Path, comm: Communicator, reporter: Reporter, stop: StopSignal
-) -> Path | None:
-    """Supervised fine-tuning, exported to `export_to`; None where a signal stopped it before the end."""
-    from exgrpo_megatron.policy.export import export_hf  # noqa: PLC0415
-
-    trainer, actor = build.build_sft(config, inputs, comm)
-    log_dir = Path(config.logger.log_dir) / "sft"
-    with open_metrics(config, comm, 0, log_dir) as metrics:
-
-        def after_step(step: int, values: dict[str, float]) -> bool:
-            metrics.write(step, values)
-            reporter.advance(f"loss {values['sft/loss']:.3f}")
-            return not comm.anywhere(stop.requested)
-
-        trainer.fit(after_step)
-    if trainer.last_step < trainer.max_num_steps:
-        return None
-    _check_finite(trainer, actor)
-    trained = TrainedModel(config, None, inputs.data_record() if comm.is_main else {}, inputs.train.fingerprint)
-    export_hf(actor, export_to, inputs.model_dir, _what_goes_along(inputs, trained))
-    return export_to
-
-
-def _what_goes_along(inputs: Inputs, trained: TrainedModel) -> ExportOptions:
-    from exgrpo_megatron.policy.export import ExportOptions  # noqa: PLC0415
-
-    return ExportOptions(
-        tokenizer_dir=inputs.tokenizer.folder, card=lambda report: model_card(trained, report.describe())
-    )
-
-
-def _check_finite(trainer: SFTTrainer, actor: MegatronActor) -> None:
-    """A model that answers nothing finite must not be kept, or every later run would begin with it."""
-    scored = actor.score(trainer.batches.batch(0), temperature=1.0)
-    if not all(np.isfinite(sequence.logprobs).all() and np.isfinite(sequence.entropies).all() for sequence in scored):
-        raise UserError(
-            "supervised fine-tuning has diverged: the model's log-probs are not finite, and nothing was kept; lower "
-            "sft.optimizer.lr or lengthen sft.scheduler.lr_warmup_iters"
-        )

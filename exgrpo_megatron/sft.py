@@ -33,8 +33,9 @@ class SFTTrainer:
         """One optimiser step on the batch of this step number; each rank trains a token-balanced share."""
         sequences = supervised_sequences(self.batches.batch(self.last_step))
         share = balanced_shares([sequence.num_tokens for sequence in sequences], self.comm.size)[self.comm.rank]
-        result = self.policy.update([sequences[i] for i in share], Objective(kind="nll"), temperature=1.0)
         self.last_step += 1
+        with self.comm.places.inside(f"supervised step {self.last_step}"):
+            result = self.policy.update([sequences[i] for i in share], Objective(kind="nll"), temperature=1.0)
         return {
             "sft/loss": result.loss,
             "sft/learning_rate": result.learning_rate,

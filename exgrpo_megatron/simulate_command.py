@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from rich.progress import track
 
 from exgrpo_megatron.algorithm.chance import stable_seed
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.data.rows import read_rows
+from exgrpo_megatron.data.sources import source_rows
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import writable_folder
 from exgrpo_megatron.simulation.learner import Growth
@@ -82,10 +83,10 @@ def _rates(config: Config, request: SimulateRequest) -> Rates:
 
 def _questions_of_recipe(config: Config) -> int:
     train = config.data.train
-    if train.path is None:
+    if not train.has_rows:
         size = train.generator_size
-    elif Path(train.path).is_file():
-        size = sum(1 for _ in read_rows(train.path, [train.question_key], "data.train.path"))
+    elif train.path is None or Path(train.path).is_file():
+        size = sum(1 for _ in islice(source_rows(train, [train.question_key], "data.train"), train.max_questions))
     else:
         raise ConfigError(
             f"data.train.path = {train.path!r} is not there, so the number of questions is not known: give --questions"

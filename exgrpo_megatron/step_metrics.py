@@ -22,6 +22,7 @@ from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport
 from exgrpo_megatron.metrics import mean_shaped, ratio_summary
 from exgrpo_megatron.parts import Parts
+from exgrpo_megatron.places import Places
 from exgrpo_megatron.replay_step_metrics import ReplayStepRecord, replay_step_metrics
 from exgrpo_megatron.retirement import Retired
 from exgrpo_megatron.rewards.alarm import verdict_counts
@@ -35,8 +36,10 @@ PHASES = ("draw", "select", "rollout", "reward", "old_logprobs", "record", "upda
 
 @dataclass
 class StepClock:
-    """Wall-clock seconds of each phase of one step, on this rank."""
+    """Wall-clock seconds of each phase of one step, on this rank, which says meanwhile that it is there."""
 
+    step: int
+    places: Places
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -44,12 +47,14 @@ class StepClock:
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time spent inside to the phase."""
         begin = time.perf_counter()
-        yield
+        with self.places.inside(f"step {self.step}: {name}"):
+            yield
         self.seconds[name] += time.perf_counter() - begin
 
     def metrics(self) -> dict[str, float]:
         named = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
-        return {**named, "time/step_s": time.perf_counter() - self.started}
+        whole = time.perf_counter() - self.started
+        return {**named, "time/other_s": whole - sum(named.values()), "time/step_s": whole}
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def step_metrics(parts: Parts, record: StepRecord, clock: StepClock) -> dict[str
     }
 
 
-def step_warnings(record: StepRecord) -> list[str]:
+def step_warnings(config: Config, record: StepRecord) -> list[str]:
     """What of the step somebody should look at, beside the rewards."""
     warnings = []
     updates = [*record.updates, *record.stored.updates]
@@ -116,6 +121,7 @@ def step_warnings(record: StepRecord) -> list[str]:
         warnings.append(
             f"{len(skipped)} of {len(updates)} optimiser steps skipped, {record.total_skipped} so far, for a "
             f"loss or norm that is not finite or a norm above policy.skip_grad_norm_above: {found}"
+            f"{'' if config.debug.enabled else '; `exgrpo train --debug` keeps the batch of such a step'}"
         )
     refused = record.report.refused
     if refused:

@@ -12,11 +12,11 @@ from types import FrameType
 SAME_REQUEST_S = 1.0
 """Signals this close together are one: a terminal and a launcher may both pass on the same Ctrl-C."""
 
-_NOTICE = b"\nstopping after this step (a second signal stops at once, without saving)\n"
+_NOTICE = b"\nstopping after this step (Ctrl-C again stops at once, without saving)\n"
 
 
 class StoppedAtOnceError(BaseException):
-    """A second signal. No Exception, so that nothing on the way out takes it for a failure it can handle."""
+    """Ctrl-C once more. No Exception, so that nothing on the way out takes it for a failure it can handle."""
 
 
 @contextmanager
@@ -35,7 +35,11 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C asks for a clean stop after the current step; a second one stops at once."""
+    """SIGTERM or Ctrl-C asks for a clean stop after the current step; Ctrl-C after that stops at once.
+
+    SIGTERM does not: it comes several times for one request, from Slurm to every process, from torchrun to its ranks,
+    and from Slurm again when the time it gave is over, with SIGKILL behind it.
+    """
 
     def __init__(self, *, announce: bool = False) -> None:
         """`announce`: say on stderr that the first signal was understood; for one rank only."""
@@ -60,14 +64,14 @@ class StopSignal:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.requested:
             self.requested, self._requested_at = True, now
             if self._announce:
                 # Not through sys.stderr: the signal may have come in the middle of a write to it.
                 os.write(2, _NOTICE)
-        elif now - self._requested_at > SAME_REQUEST_S:
+        elif number == signal.SIGINT and now - self._requested_at > SAME_REQUEST_S:
             raise StoppedAtOnceError
 
 

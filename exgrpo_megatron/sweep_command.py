@@ -18,13 +18,14 @@ from exgrpo_megatron.plan_command import planned_processes
 from exgrpo_megatron.process import launched_processes
 from exgrpo_megatron.report.console import format_duration
 from exgrpo_megatron.report.seeds import run_curve
+from exgrpo_megatron.report.summary import never_replayed
 from exgrpo_megatron.run_folder import METRICS_FILE
 from exgrpo_megatron.stop import StopSignal
 from exgrpo_megatron.sweep.arms import Arm, Run, make_arms, make_runs, parse_axis, parse_seeds
 from exgrpo_megatron.sweep.comparison import Curves, Level, columns_of, known_metric, parse_level
 from exgrpo_megatron.sweep.processes import Ended, last_words, run_all, train_command
 from exgrpo_megatron.sweep.state import RunState, SweepState, is_whole
-from exgrpo_megatron.sweep.tables import Findings, Missing, markdown, write_findings
+from exgrpo_megatron.sweep.tables import Findings, Missing, NeverReplayed, markdown, write_findings
 
 SOME_FAILED = 1
 """Exit code where a run failed and the others are done."""
@@ -59,9 +60,9 @@ def sweep_and_report(request: SweepRequest) -> int:
         ConfigError: something on the command line or in a recipe is refused; nothing has been started then.
     """
     plan = _Plan(request)
-    with _locked(request.out):
+    with _locked(request.out) as lock:
         state = SweepState(request.out, plan.runs)
-        if _run_missing(plan, state):
+        if _run_missing(plan, state, lock):
             _say("stopped: the same command goes on")
         if any(state[run].status in ("finished", "failed") for run in plan.runs):
             _compare(plan, state)
@@ -109,8 +110,8 @@ def _check_one_process(run: Run) -> None:
         )
 
 
-def _run_missing(plan: _Plan, state: SweepState) -> bool:
-    """Returns whether a signal stopped it."""
+def _run_missing(plan: _Plan, state: SweepState, lock: int) -> bool:
+    """Returns whether a signal stopped it. The runs hold the lock too: they save where this process is killed."""
     missing = [run for run in plan.runs if not (state[run].status == "finished" and is_whole(run))]
     total = len(plan.runs)
     _say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds: {total} runs, {total - len(missing)} done before")
@@ -129,7 +130,7 @@ def _run_missing(plan: _Plan, state: SweepState) -> bool:
         _say(f"{run.name}: {state[run].status} after {after}{told} ({done} of {total} done)")
 
     with StopSignal(announce=True).installed() as stop:
-        run_all(missing, plan.request.jobs, plan.devices, stop, train_command, began=began, ended=ended)
+        run_all(missing, plan.request.jobs, plan.devices, stop, train_command, began=began, ended=ended, held=[lock])
     return stop.requested
 
 
@@ -161,6 +162,11 @@ def _compare(plan: _Plan, state: SweepState) -> None:
         num_planned=len(plan.seeds),
         columns=columns,
         missing=[_missing(run, state[run]) for run in plan.runs if run not in finished],
+        never_replayed=[
+            NeverReplayed(run.arm.name, run.seed, words)
+            for run in finished
+            if (words := never_replayed(records[run.folder])) is not None
+        ],
         seconds={
             arm.name: [_training_seconds(records[run.folder]) for run in finished if run.arm == arm]
             for arm in plan.arms
@@ -184,12 +190,15 @@ def _missing(run: Run, state: RunState) -> Missing:
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Two sweeps would run the same runs; raises ConfigError."""
+def _locked(out: Path) -> Iterator[int]:
+    """The lock's file descriptor. Two sweeps would run the same runs; raises ConfigError."""
     writable_folder(out, "--out")
     with (out / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"--out {out}: another sweep is going on there; wait for it, or choose another") from None
-        yield
+            raise ConfigError(
+                f"--out {out}: another sweep is going on there, or runs of one that was killed are saving; wait for "
+                f"them, or choose another"
+            ) from None
+        yield lock.fileno()

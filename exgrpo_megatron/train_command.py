@@ -9,19 +9,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from exgrpo_megatron import build, question_checks, session
+from exgrpo_megatron import build, question_checks, session, supervised
 from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.loggers.choice import check_loggers
 from exgrpo_megatron.metrics import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
 from exgrpo_megatron.report.console import ProgressReporter, budget_text
 from exgrpo_megatron.report.dashboard import write_dashboard
 from exgrpo_megatron.report.summary import before_and_after, health_lines, run_summary
-from exgrpo_megatron.report.tables import numbers_table, variant_table
+from exgrpo_megatron.report.tables import idle_experience, numbers_table, variant_table
 from exgrpo_megatron.run_folder import METRICS_FILE, NEMO_RL_FILE, RECIPE_FILE, RunFolder, checkpoint_store
 from exgrpo_megatron.session import RunOutcome
 from exgrpo_megatron.stop import StopSignal
@@ -34,12 +35,13 @@ STEP_LINE_LEGEND = (
 )
 
 
-def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> None:
-    """Train to the last step or to a signal, then show what came of it."""
+def train_and_report(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
+    """Train to the last step or to a signal, then show what came of it; None where the signal came before the first."""
     started = time.monotonic()
     outcome = _train(config, comm, stop)
     if comm.is_main:
         _finish(outcome, config, time.monotonic() - started)
+    return outcome
 
 
 def keep_report(config: Config, report: str | None, comm: Communicator) -> None:
@@ -61,7 +63,10 @@ def reporter_of(comm: Communicator, total_steps: int, label: str, done_steps: in
 
 def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome | None:
     """Everything up to the summary; None where a signal stopped the warm start."""
-    inputs = build.load_inputs(config, comm)
+    with together(comm):
+        check_loggers(config.logger)
+    with comm.places.inside("reading the model's configuration and the questions"):
+        inputs = build.load_inputs(config, comm)
     _describe(config, inputs, comm)
     finished = session.finished_run(config, inputs, comm)
     if finished:
@@ -70,6 +75,8 @@ def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome |
     start_from = inputs.model_dir if done else _start(config, inputs, comm, stop)
     if start_from is None:
         return None
+    if comm.anywhere(stop.requested):
+        return RunOutcome(Path(config.logger.log_dir), done, done, False, checkpoint_store(config, comm).latest(), None)
     say(comm, STEP_LINE_LEGEND)
     with reporter_of(comm, config.grpo.max_num_steps, "train", done) as reporter:
         return session.TrainingRun(config, inputs, start_from, comm, reporter).run(stop)
@@ -79,7 +86,11 @@ def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
     """What is about to be trained, on what, and what was found that should not be there."""
     if comm.is_main:
         Console().print(numbers_table(config, comm.size), "", variant_table(config), "", sep="\n")
+        if idle := idle_experience(config):
+            say(comm, idle)
     for line in question_checks.describe_questions(inputs):
+        say(comm, line)
+    for line in question_checks.check_best_checkpoint(config, inputs):
         say(comm, line)
     for path in checkpoint_store(config, comm).not_whole():
         say(comm, f"warning: {path} is no whole checkpoint (it has no state.json), so nothing goes on from it")
@@ -90,20 +101,21 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
     with together(comm):
         build.check_prefill(config, RunFolder(config).experience)
         build.check_init_from(config)
-    if comm.is_main and config.env.math.check_gold and config.env.reward_function is None:
-        for line in question_checks.check_gold_answers(config, inputs):
-            say(comm, line)
+    if config.env.math.check_gold and config.env.reward_function is None:
+        with comm.places.inside("grading the gold answers"):
+            for line in question_checks.check_gold_answers(config, inputs) if comm.is_main else ():
+                say(comm, line)
     if not config.sft.warm_start:
         if is_embedded(config.policy.model_name) and config.policy.init_from is None:
             say(comm, f"warning: {config.policy.model_name} has random weights, and sft.warm_start is false")
         return inputs.model_dir
     with reporter_of(comm, config.sft.max_num_steps, "warm start") as reporter:
-        return session.warm_start(config, inputs, comm, reporter, stop)
+        return supervised.warm_start(config, inputs, comm, reporter, stop)
 
 
 def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> None:
     if outcome is None or not outcome.finished:
-        Console().print(_where_it_stopped(outcome), soft_wrap=True, highlight=False)
+        Console().print(_where_it_stopped(outcome, config), soft_wrap=True, highlight=False)
         return
     trained = outcome.last_step > outcome.first_step
     if not trained:
@@ -130,7 +142,9 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
     )
 
 
-def _where_it_stopped(outcome: RunOutcome | None) -> str:
+def _where_it_stopped(outcome: RunOutcome | None, config: Config) -> str:
+    if outcome is None and config.checkpointing.enabled:
+        return "stopped during the warm start; the same command goes on from there"
     if outcome is None:
         return "stopped during the warm start, of which nothing is kept; the same command begins it again"
     if outcome.last_step == 0:

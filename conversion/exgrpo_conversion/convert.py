@@ -29,7 +29,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be written."""
+    """What a conversion is to write: format, folder, precision and layout."""
 
     format: str
     """A key of TARGETS."""
@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a conversion did."""
+    """What a conversion has written, and how long it took."""
 
     files: int
     nbytes: int
@@ -60,7 +60,7 @@ class Summary:
     """Vocabulary padding in the target."""
 
 
-def convert(source: Source, target: Target, progress: Callable[[int], object]) -> Summary:
+def convert(source: Source, target: Target, progress: Callable[[int], object] = lambda _: None) -> Summary:
     """Write the model of `source` in another format (or the same) to `target.folder`.
 
     `progress` is called with the bytes of each tensor of the source that is done. On any failure the target is as it

@@ -212,7 +212,8 @@ def _shard_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         return [SINGLE_FILE], {}
     if not (folder / INDEX_FILE).exists():
         raise ModelFolderError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors weights can be read"
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors weights can be read "
+            f"(exgrpo convert makes them of .bin files)"
         )
     index = index_of(folder / INDEX_FILE)
     return sorted(set(index.values())), index

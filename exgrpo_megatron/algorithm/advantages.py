@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+
+# Added to a deviation before it divides, as in NeMo-RL and verl: changes an advantage by some millionths.
+DEVIATION_EPSILON = 1e-6
 
 
 def group_advantages(
@@ -15,7 +18,8 @@ def group_advantages(
     Args:
         rewards: one group a row, the replayed member included.
         normalize: divide by the group's unbiased standard deviation (GRPO); off, this is Dr.GRPO (arXiv:2503.20783).
-        leave_one_out: the baseline is the mean of the other members instead of the mean of all.
+        leave_one_out: the baseline is the mean of the other members instead of the mean of all. With `normalize` the
+            deviation too is that of the others, as in NeMo-RL, and a member whose others are all equal is not divided.
 
     Raises:
         ValueError: a group has fewer than two members, so that there is nothing to compare a reward with.
@@ -27,14 +31,33 @@ def group_advantages(
     if leave_one_out:
         advantages = advantages * (members / (members - 1))
     if normalize:
-        advantages = advantages / rewards.std(dim=1, keepdim=True, unbiased=True)
-    # Equal rewards may differ from their own rounded mean by an ulp, which the division would blow up to order 1.
-    all_equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    return torch.where(all_equal, torch.zeros_like(advantages), advantages)
+        compared = _others(rewards) if leave_one_out else rewards.unsqueeze(1)
+        advantages = advantages / _divisors(compared)
+    return torch.where(_all_equal(rewards), torch.zeros_like(advantages), advantages)
 
 
 def informative_scale(rewards: Float[Tensor, "groups members"]) -> float:
     """Groups over groups whose rewards differ: alpha = B / (B - M) of GPG (arXiv:2504.02546), M of B groups having no
     advantage. 1 where no group has one, as there is nothing to scale."""
-    differing = int((rewards.amax(dim=1) > rewards.amin(dim=1)).sum())
+    differing = int((~_all_equal(rewards)).sum())
     return len(rewards) / differing if differing else 1.0
+
+
+def _others(rewards: Float[Tensor, "groups members"]) -> Float[Tensor, "groups members others"]:
+    """For each member the rewards of all others of its group."""
+    groups, members = rewards.shape
+    one_another = ~torch.eye(members, dtype=torch.bool, device=rewards.device)
+    return rewards.unsqueeze(1).expand(groups, members, members)[:, one_another].view(groups, members, members - 1)
+
+
+def _divisors(compared: Float[Tensor, "groups columns compared"]) -> Float[Tensor, "groups columns"]:
+    """Unbiased deviation of what each column is compared with; 1 where that is one reward, or all are equal."""
+    if compared.shape[-1] == 1:
+        return torch.ones_like(compared[..., 0])
+    deviations = compared.std(dim=-1, unbiased=True) + DEVIATION_EPSILON
+    return torch.where(_all_equal(compared).squeeze(-1), torch.ones_like(deviations), deviations)
+
+
+def _all_equal(rewards: Float[Tensor, "*groups members"]) -> Bool[Tensor, "*groups 1"]:
+    """Told without their mean: rounded, it may be an ulp away from equal rewards, which a division would blow up."""
+    return rewards.amax(dim=-1, keepdim=True) == rewards.amin(dim=-1, keepdim=True)

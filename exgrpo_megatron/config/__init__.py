@@ -10,10 +10,12 @@ from __future__ import annotations
 from exgrpo_megatron.config.alarms import AlarmsConfig
 from exgrpo_megatron.config.choices import AnswerChoice, BucketWeight, Shaping
 from exgrpo_megatron.config.data import DataConfig, DataSourceConfig, PassRateBand
+from exgrpo_megatron.config.debug import DebugConfig
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
-from exgrpo_megatron.config.eval_sets import EvalGroup, EvalSetConfig
+from exgrpo_megatron.config.eval_sets import EVAL_GROUPS, EvalGroup, EvalSetConfig
 from exgrpo_megatron.config.experience import Difficulty, Eviction, ExperienceConfig, ReturnRetiredConfig
 from exgrpo_megatron.config.guards import GUARD_LIMITS, GuardsConfig
+from exgrpo_megatron.config.loggers import LoggerConfig, MLflowConfig, WandbConfig
 from exgrpo_megatron.config.megatron import (
     DistributedDataParallelConfig,
     Fp8Config,
@@ -47,7 +49,6 @@ from exgrpo_megatron.config.run import (
     ClusterConfig,
     EnvConfig,
     EvalConfig,
-    LoggerConfig,
     MathEnvConfig,
     SFTConfig,
 )
@@ -66,6 +67,7 @@ from exgrpo_megatron.config.section import (
 from exgrpo_megatron.config.whole import Config, fill_variant
 
 __all__ = [
+    "EVAL_GROUPS",
     "GUARD_LIMITS",
     "MIN_VLLM_TEMPERATURE",
     "VARIANTS",
@@ -79,6 +81,7 @@ __all__ = [
     "Count",
     "DataConfig",
     "DataSourceConfig",
+    "DebugConfig",
     "DemonstrationsConfig",
     "Difficulty",
     "DistributedDataParallelConfig",
@@ -97,6 +100,7 @@ __all__ = [
     "LoggerConfig",
     "LossConfig",
     "LossKernel",
+    "MLflowConfig",
     "MathEnvConfig",
     "MegatronConfig",
     "MegatronOptimizerConfig",
@@ -124,6 +128,7 @@ __all__ = [
     "TokenizerConfig",
     "VariantName",
     "VllmConfig",
+    "WandbConfig",
     "fill_variant",
     "key",
     "whole_share",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from exgrpo_megatron.config.section import Name, PositiveInt, Section, Seed, Share, key
+from exgrpo_megatron.config.section import FunctionName, Name, PositiveInt, Section, Seed, Share, key
 
 GeneratorName = Literal["chain_arithmetic", "unknown_symbols"]
 PassRateBand = Literal["easy", "medium", "hard"]
@@ -20,9 +20,14 @@ DEFAULT_DIFFICULTIES: dict[GeneratorName, tuple[int, ...]] = {
 
 
 class DataSourceConfig(Section):
-    """One set of questions: a file, or a generator."""
+    """One set of questions: a file, a function of the user's, or a generator."""
 
     path: Name | None = key(None, "JSONL or Parquet file with one question a row", "path")
+    source_function: FunctionName | None = key(
+        None,
+        "package.module:function or file.py:function of your own instead of a file, called without arguments; gives "
+        "one question a row, a mapping of columns (docs/data.md)",
+    )
     generator: GeneratorName | None = key(None, "embedded task instead of a file")
     generator_size: PositiveInt = key(400, "questions to generate", "questions")
     generator_seed: Seed = key(0, "seed of the generated questions")
@@ -61,9 +66,11 @@ class DataSourceConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSourceConfig:
-        if (self.path is None) == (self.generator is None):
-            rule = f"set exactly one of path ({self.path!r}) and generator ({self.generator!r})"
-            raise ValueError(f"{rule}; generator: null beside a path replaces a generator" if self.path else rule)
+        given = {"path": self.path, "source_function": self.source_function, "generator": self.generator}
+        if sum(value is not None for value in given.values()) != 1:
+            shown = ", ".join(f"{name} ({value!r})" for name, value in given.items())
+            several = "; generator: null beside another one replaces a generator" if self.generator else ""
+            raise ValueError(f"set exactly one of {shown}{several}")
         return self
 
     @model_validator(mode="before")
@@ -108,6 +115,18 @@ class DataSourceConfig(Section):
         if limits is not None and limits[0] > limits[1]:
             raise ValueError(f"{name}: the first number must not be above the second")
         return self
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the questions are rows with columns, of a file or function, and not a generator's."""
+        return self.generator is None
+
+    @property
+    def described(self) -> str:
+        """The file, function or generator, for people."""
+        if self.path is not None:
+            return self.path
+        return f"function {self.source_function}" if self.source_function else f"generator {self.generator}"
 
     @property
     def difficulties(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from exgrpo_megatron.config.section import Name, PositiveInt, Section, key
 
 EvalGroup = Literal["ID", "OOD"]
+EVAL_GROUPS: tuple[EvalGroup, ...] = ("ID", "OOD")
 GoldForm = Literal["label", "text", "index"]
 MIN_TEMPERATURE = 1e-3
 """Of sampling; 0 is greedy decoding."""
@@ -46,6 +47,11 @@ class EvalSetConfig(Section):
         "place, counted from 0; null: label (multiple choice only)",
     )
     shuffle_choices: bool = key(False, "put the choices into an order that eval.seed and the question's id give")
+
+    in_training: bool = key(
+        False,
+        "evaluate the set in training too, when data.validation is (grpo.val_period), as validation/avg/<set>",
+    )
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> EvalSetConfig:
@@ -92,3 +98,9 @@ class EvalSetConfig(Section):
             return tuple(sorted(set(self.pass_at)))
         powers = [2**n for n in range(1, self.num_samples.bit_length()) if 2**n < self.num_samples]
         return (*powers, self.num_samples) if self.num_samples > 1 else ()
+
+    def training_metrics(self, name: str) -> dict[str, str]:
+        """Names of what is measured of the set in training, each with that of its value in a result."""
+        passes = {f"validation/pass/{name}/{k}": f"pass@{k}" for k in self.pass_ks}
+        majority = {f"validation/maj/{name}": f"maj@{self.num_samples}"} if self.num_samples > 1 else {}
+        return {f"validation/avg/{name}": f"avg@{self.num_samples}", **passes, **majority}

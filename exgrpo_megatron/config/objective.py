@@ -82,7 +82,10 @@ class GRPOConfig(Section):
     )
     val_at_start: bool = key(True, "evaluate before the first step")
     normalize_rewards: bool = key(False, "divide advantages by the group's (unbiased) standard deviation")
-    use_leave_one_out_baseline: bool = key(False, "baseline of a member is the mean of the others in its group")
+    use_leave_one_out_baseline: bool = key(
+        False,
+        "baseline of a member is the mean of the others in its group; with normalize_rewards its deviation too",
+    )
     scale_by_informative_groups: bool = key(
         False,
         "multiply advantages by the groups of the optimiser step over those whose rewards differ (GPG): groups without "

@@ -9,9 +9,19 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from exgrpo_megatron.config.data import DataSourceConfig
-from exgrpo_megatron.config.eval_sets import EvalSetConfig
+from exgrpo_megatron.config.eval_sets import EVAL_GROUPS, EvalSetConfig
 from exgrpo_megatron.config.megatron import OptimizerConfig, SchedulerConfig
-from exgrpo_megatron.config.section import Count, Name, PositiveInt, Section, Seed, Share, Temperature, key
+from exgrpo_megatron.config.section import (
+    Count,
+    FunctionName,
+    Name,
+    PositiveInt,
+    Section,
+    Seed,
+    Share,
+    Temperature,
+    key,
+)
 
 
 class SFTConfig(Section):
@@ -80,11 +90,11 @@ class EnvConfig(Section):
     """Where rewards come from."""
 
     math: MathEnvConfig = key(MathEnvConfig(), "mathematical answers")
-    reward_function: Name | None = key(
+    reward_function: FunctionName | None = key(
         None,
-        "package.module:function of your own in place of Math-Verify, called with the texts question, response and "
-        "answer and giving a number, in worker processes as that is; of env.math apply num_workers, timeout_s, "
-        "cache_size and all_zero_alarm_steps (docs/rewards.md)",
+        "package.module:function or file.py:function of your own in place of Math-Verify, called with the texts "
+        "question, response and answer and giving a number, in worker processes as that is; of env.math apply "
+        "num_workers, timeout_s, cache_size and all_zero_alarm_steps (docs/rewards.md)",
     )
     correct_above: float = key(
         0.0, "an answer whose reward is above this counts as correct: in k, pass rates, storing and retiring"
@@ -92,13 +102,6 @@ class EnvConfig(Section):
     worker_memory_mib: Annotated[int, Field(ge=256)] = key(
         1024, "address space of one worker of reward_function, which makes room at half of it", "MiB"
     )
-
-    @field_validator("reward_function")
-    @classmethod
-    def _names_a_function(cls, value: str | None) -> str | None:
-        if value is not None and not _FUNCTION.fullmatch(value):
-            raise ValueError(f"{value!r} is not package.module:function")
-        return value
 
     @model_validator(mode="after")
     def _keys_of_one_verifier(self) -> EnvConfig:
@@ -119,7 +122,6 @@ class EnvConfig(Section):
         return self
 
 
-_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _FOR_BOTH = ("num_workers", "timeout_s", "cache_size", "all_zero_alarm_steps")
 
 
@@ -151,6 +153,19 @@ class EvalConfig(Section):
         given = self.sets[name].temperature
         return self.temperature if given is None else given
 
+    @property
+    def sets_in_training(self) -> dict[str, EvalSetConfig]:
+        """The sets that a run evaluates while it trains."""
+        return {name: chosen for name, chosen in self.sets.items() if chosen.in_training}
+
+    @property
+    def training_metrics(self) -> list[str]:
+        """Names of what is measured of these sets."""
+        sets = self.sets_in_training
+        there = {chosen.group for chosen in sets.values()}
+        groups = [f"validation/macro_avg/{group}" for group in EVAL_GROUPS if group in there]
+        return [*(metric for name, chosen in sets.items() for metric in chosen.training_metrics(name)), *groups]
+
 
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -167,11 +182,16 @@ class CheckpointConfig(Section):
         "optimiser state); false: stop the step until they are written, without the copy",
     )
     keep_last_n: PositiveInt = key(2, "newest checkpoints kept", "checkpoints")
+    keep_top_k: PositiveInt | None = key(
+        1, "best checkpoints in metric_name kept beside them; null: none is ever deleted", "checkpoints"
+    )
     metric_name: str = key(
         "validation/pass_rate_greedy",
-        "the checkpoint best in this is kept too: validation/pass_rate_t1 or validation/pass_rate_greedy, of one "
-        "category with /<category> behind it, validation/reward_t1 or validation/reward_greedy (env.reward_function), "
-        "validation/response_length, or validation/truncated; without data.validation no checkpoint is the best",
+        "what the best checkpoints are best in, of those whose step was evaluated: validation/pass_rate_t1 or "
+        "validation/pass_rate_greedy, of one category with /<category> behind it, validation/reward_t1 or "
+        "validation/reward_greedy (env.reward_function), validation/response_length, validation/truncated, or, of "
+        "eval.sets with in_training, validation/avg/<set>, validation/maj/<set>, validation/pass/<set>/<k> and "
+        "validation/macro_avg/<group>; where nothing is evaluated no checkpoint is the best",
     )
     higher_is_better: bool = key(True, "direction of metric_name")
     export_hf: bool = key(True, "write <logger.log_dir>/hf at the end, checked against the trainer")
@@ -185,18 +205,8 @@ class CheckpointConfig(Section):
 
 
 _VALIDATION_METRIC = re.compile(
-    r"validation/(pass_rate_(t1|greedy)(/.+)?|reward_(t1|greedy)|response_length|truncated)"
+    r"validation/(pass_rate_(t1|greedy)(/.+)?|reward_(t1|greedy)|response_length|truncated|(avg|maj|pass|macro_avg)/.+)"
 )
-
-
-class LoggerConfig(Section):
-    """What is written while training."""
-
-    log_dir: Name = key("runs/default", "folder of the run", "path")
-    tensorboard_enabled: bool = key(True, "write TensorBoard events beside metrics.jsonl")
-    experience_history: bool = key(
-        True, "write what happened to each question, step by step, to experience_history.jsonl (`exgrpo experience`)"
-    )
 
 
 class ClusterConfig(Section):
@@ -204,3 +214,9 @@ class ClusterConfig(Section):
 
     num_nodes: PositiveInt | None = key(None, "machines", "machines")
     gpus_per_node: PositiveInt | None = key(None, "processes on one machine (one a GPU)", "processes")
+    hang_timeout_s: Annotated[float, Field(ge=1, le=604_800)] = key(
+        1800.0,
+        "a run in which nothing moves for so long ends with an error that names the rank that is behind and where it "
+        "is: longer than any part of a step that gives no sign of life (docs/operations.md)",
+        "s",
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -17,6 +18,18 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
 Name = Annotated[str, Field(min_length=1)]
 """Of a file, folder, column or the like."""
+
+_FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|.+\.py):[A-Za-z_]\w*")
+
+
+def _names_a_function(value: str) -> str:
+    if not _FUNCTION.fullmatch(value):
+        raise ValueError(f"{value!r} is not package.module:function, nor path/of/file.py:function")
+    return value
+
+
+FunctionName = Annotated[str, AfterValidator(_names_a_function)]
+"""Where a function of the user's stands: `package.module:function`, or `path/of/file.py:function`."""
 
 
 class Section(BaseModel):

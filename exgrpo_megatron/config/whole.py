@@ -8,8 +8,10 @@ from typing import Any
 from pydantic import model_validator
 
 from exgrpo_megatron.config.data import DataConfig
+from exgrpo_megatron.config.debug import DebugConfig
 from exgrpo_megatron.config.demonstrations import DemonstrationsConfig
 from exgrpo_megatron.config.experience import ExperienceConfig
+from exgrpo_megatron.config.loggers import LoggerConfig
 from exgrpo_megatron.config.objective import (
     VARIANTS,
     GRPOConfig,
@@ -20,7 +22,7 @@ from exgrpo_megatron.config.objective import (
 from exgrpo_megatron.config.policy import PolicyConfig
 from exgrpo_megatron.config.repo import RepoConfig
 from exgrpo_megatron.config.rollouts import MIN_VLLM_TEMPERATURE
-from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, LoggerConfig, SFTConfig
+from exgrpo_megatron.config.run import CheckpointConfig, ClusterConfig, EnvConfig, EvalConfig, SFTConfig
 from exgrpo_megatron.config.section import Section, key
 from exgrpo_megatron.config.strategy import STRATEGY_SWITCHES, check_size, check_strategy
 
@@ -41,6 +43,7 @@ class Config(Section):
     eval: EvalConfig = key(EvalConfig(), "evaluation")
     checkpointing: CheckpointConfig = key(CheckpointConfig(), "checkpoints")
     logger: LoggerConfig = key(LoggerConfig(), "metrics")
+    debug: DebugConfig = key(DebugConfig(), "bad steps")
     cluster: ClusterConfig = key(ClusterConfig(), "processes")
 
     @model_validator(mode="before")
@@ -55,7 +58,7 @@ class Config(Section):
         if prompt + response > total:
             raise ValueError(
                 f"data.max_input_seq_length + policy.generation.max_new_tokens = {prompt} + {response} is more than "
-                f"policy.max_total_sequence_length = {total}"
+                f"policy.max_total_sequence_length = {total}: raise this, or lower one of the others"
             )
         return self
 
@@ -124,7 +127,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _warm_start_has_solutions(self) -> Config:
         source = self.sft.data or self.data.train
-        if self.sft.warm_start and source.path is not None and source.solution_key is None:
+        if self.sft.warm_start and source.has_rows and source.solution_key is None:
             name = "sft.data" if self.sft.data else "data.train"
             raise ValueError(
                 f"sft.warm_start = true, but {name}.solution_key is null: a warm start needs worked solutions; set it, "
@@ -135,7 +138,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _categories_are_known(self) -> Config:
         source = self.data.train
-        if self.experience.difficulty_per_category and source.path is not None and source.category_key is None:
+        if self.experience.difficulty_per_category and source.has_rows and source.category_key is None:
             raise ValueError(
                 "experience.difficulty_per_category = true, but data.train.category_key is null: set it to the column "
                 "with the category, or experience.difficulty_per_category = false"
@@ -178,6 +181,16 @@ class Config(Section):
             raise ValueError(
                 f"checkpointing.metric_name = {name!r} is measured with env.reward_function alone: set it to "
                 f"{name.replace('reward', 'pass_rate', 1)!r}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_metric_of_a_set_is_measured(self) -> Config:
+        name, measured = self.checkpointing.metric_name, self.eval.training_metrics
+        if re.match(r"validation/(avg|maj|pass|macro_avg)/", name) and name not in measured:
+            raise ValueError(
+                f"checkpointing.metric_name = {name!r} is not measured in training; of eval.sets with in_training = "
+                f"true these are: {', '.join(measured) or 'none'}"
             )
         return self
 

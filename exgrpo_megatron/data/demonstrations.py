@@ -80,7 +80,7 @@ class Demonstrations:
 
     def _solutions(self, by_text: Mapping[str, Question]) -> Iterator[Solution]:
         source = self._config.demonstrations.data or self._config.data.train
-        if source.path is not None:
+        if source.has_rows:
             yield from read_solutions(source, self._key)
             return
         worked = task_of(source).worked

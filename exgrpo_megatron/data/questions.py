@@ -12,7 +12,8 @@ import numpy as np
 from exgrpo_megatron.config import DataConfig, DataSourceConfig
 from exgrpo_megatron.data.embedded_tasks import TaskQuestion, task_of
 from exgrpo_megatron.data.pass_rates import BANDS, Band, read_pass_rates
-from exgrpo_megatron.data.rows import Row, read_rows
+from exgrpo_megatron.data.rows import Row
+from exgrpo_megatron.data.sources import source_rows
 from exgrpo_megatron.data.tokenizer import PromptTokenizer
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.files import sha256_of
@@ -30,7 +31,7 @@ class QuestionSet:
     fingerprint: str
     """Hash over ids, prompts' token ids and answers, in order: equal for equal training data only."""
     source: str
-    """File or generator."""
+    """File, function or generator."""
     dropped_too_long: tuple[str, ...]
     """Ids of questions whose prompt is longer than data.max_input_seq_length."""
     dropped_unwritable: tuple[str, ...]
@@ -90,7 +91,7 @@ def load_questions(
 
     Raises:
         DataError: at the first row that cannot be used, or where no question is left.
-        ConfigError: the tokenizer cannot write the system prompt or the prompt template.
+        ConfigError: the tokenizer cannot write the system prompt or the prompt template, or there is no such function.
     """
     check_prompt_texts(data, tokenizer)
     key = "data.validation" if held_out else "data.train"
@@ -99,7 +100,7 @@ def load_questions(
         collected.add(entry)
         if len(collected.questions) == source.max_questions:
             break
-    return collected.finish(key, source.path or f"generator {source.generator}")
+    return collected.finish(key, source.described)
 
 
 def questions_as_written(source: DataSourceConfig) -> Iterator[Question]:
@@ -107,6 +108,7 @@ def questions_as_written(source: DataSourceConfig) -> Iterator[Question]:
 
     Raises:
         DataError: the file is missing, or at the first row that cannot be read.
+        ConfigError: there is no such function.
     """
     no_prompt = np.zeros(0, dtype=np.int32)
     for entry in _entries(source, "data.train", held_out=False):
@@ -228,12 +230,12 @@ def _pass_rate_filter(source: DataSourceConfig, key: str) -> Callable[[str], boo
 
 
 def _entries(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[Entry]:
-    if source.path is None:
+    if not source.has_rows:
         for made in _generated(source, key, held_out):
             yield Entry(made.text, made.text, made.answer, made.category, f"generated question {made.text}")
         return
     optional = [column for column in (source.id_key, source.category_key) if column is not None]
-    for row in read_rows(source.path, [source.question_key, source.answer_key, *optional], f"{key}.path"):
+    for row in source_rows(source, [source.question_key, source.answer_key, *optional], key):
         yield entry_of_row(row, source)
 
 

@@ -113,6 +113,14 @@ def _jsonl_row(line: bytes, place: str, columns: Sequence[str]) -> Row:
     return Row(place, values)
 
 
+def row_of_mapping(values: Mapping[str, Any], place: str, columns: Sequence[str]) -> Row:
+    """A row that is there already; DataError where it is no mapping with these columns."""
+    if not isinstance(values, Mapping):
+        raise DataError(f"{place}: must be a mapping with the columns {_list(columns)}, found {_shown(values)}")
+    _check_columns(place, columns, [str(name) for name in values])
+    return Row(place, dict(values))
+
+
 def _unique_keys(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     _check_unique(place, [name for name, _ in pairs])
     return dict(pairs)
@@ -146,7 +154,7 @@ def _check_columns(place: str, wanted: Sequence[str], present: Sequence[str]) ->
     if missing:
         raise DataError(
             f"{place}: no column {_list(missing)}; there are {_list(present)}: name the right ones in the recipe "
-            f"(question_key, answer_key, id_key, category_key, solution_key)"
+            f"(question_key, answer_key, id_key, category_key, solution_key, choices_key)"
         )
 
 

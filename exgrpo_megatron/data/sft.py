@@ -31,7 +31,7 @@ class SFTBatches:
     """
 
     def __init__(self, config: Config, tokenizer: PromptTokenizer) -> None:
-        """Read and tokenise a file's rows.
+        """Read and tokenise the rows of a file or function.
 
         Raises:
             ConfigError: no solution column is named.
@@ -46,7 +46,7 @@ class SFTBatches:
         self.num_unwritable = 0
         """Examples dropped so far: characters the vocabulary lacks, or the name of a special token."""
         check_prompt_texts(config.data, tokenizer)
-        self._examples = [] if self._source.path is None else self._read(self._source)
+        self._examples = self._read(self._source) if self._source.has_rows else []
         if self.num_too_long or self.num_unwritable:
             _LOG.warning(
                 "%s: left out %d examples that are too long, and %d that the tokenizer cannot write",
@@ -56,12 +56,12 @@ class SFTBatches:
     @property
     def num_examples(self) -> int | None:
         """Usable rows of the file; None for a generator, which has no end."""
-        return None if self._source.path is None else len(self._examples)
+        return len(self._examples) if self._source.has_rows else None
 
     def batch(self, step: int) -> list[Example]:
         """The sft.train_global_batch_size examples of a step (from 0), whatever was asked before."""
         size, seed = self._config.sft.train_global_batch_size, self._config.sft.seed
-        if self._source.path is None:
+        if not self._source.has_rows:
             rng = random.Random(f"{seed}:{step}")
             return [self._generated(rng) for _ in range(size)]
         return [self._examples[index] for index in _epoch_slice(len(self._examples), step * size, size, seed)]
@@ -75,7 +75,7 @@ class SFTBatches:
             if len(examples) == source.max_questions:
                 break
         if not examples:
-            raise DataError(f"{self._key}: no row of {source.path} is left: {self._dropped()}")
+            raise DataError(f"{self._key}: no row of {source.described} is left: {self._dropped()}")
         return examples
 
     def _generated(self, rng: random.Random) -> Example:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from exgrpo_megatron.config import DataSourceConfig
-from exgrpo_megatron.data.rows import Row, read_rows
+from exgrpo_megatron.data.rows import Row
+from exgrpo_megatron.data.sources import source_rows
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.rewards.rules import boxed_answer
 
@@ -20,19 +21,19 @@ class Solution:
     text: str
 
 
-def solution_column(source: DataSourceConfig, key: str) -> tuple[str, str]:
-    """Path and column of the solutions; `key` is the dotted recipe key of the source.
+def solution_column(source: DataSourceConfig, key: str) -> str:
+    """The column of the solutions; `key` is the dotted recipe key of the source.
 
     Raises:
-        ConfigError: the source is no file, or no solution column is named.
+        ConfigError: the source has no columns, or no solution column is named.
     """
-    if source.path is None or source.solution_key is None:
-        missing = "path" if source.path is None else "solution_key"
+    if not source.has_rows or source.solution_key is None:
+        missing = "solution_key" if source.has_rows else "path"
         raise ConfigError(
-            f"{key}.{missing} is null: worked solutions come from a file; set {key}.path and {key}.solution_key (the "
-            f"column with the solution)"
+            f"{key}.{missing} is null: worked solutions come from a file or function; set {key}.path (or "
+            f"source_function) and {key}.solution_key (the column with the solution)"
         )
-    return source.path, source.solution_key
+    return source.solution_key
 
 
 def read_solutions(source: DataSourceConfig, key: str) -> Iterator[Solution]:
@@ -42,8 +43,8 @@ def read_solutions(source: DataSourceConfig, key: str) -> Iterator[Solution]:
         ConfigError: as `solution_column`.
         DataError: at the first row that cannot be used.
     """
-    path, column = solution_column(source, key)
-    for row in read_rows(path, [source.question_key, column], f"{key}.path"):
+    column = solution_column(source, key)
+    for row in source_rows(source, [source.question_key, column], key):
         yield Solution(row.text(source.question_key), _text(row, column, source.solution_remove))
 
 

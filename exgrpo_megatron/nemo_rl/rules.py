@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.nemo_rl.verdicts import NEUTRAL, Given, Leaf, Leave, Refuse, Take, Verdict, shown
 
@@ -27,16 +25,7 @@ def estimator(leaf: Leaf) -> Verdict:
     of_estimator = f"grpo.adv_estimator.{name}"
     if leaf.key != of_estimator and of_estimator in leaf.given:
         return Leave("the same key of grpo.adv_estimator is what counts")
-    if name == "use_leave_one_out_baseline" and leaf.value is True and _of_estimator(leaf.given, "normalize_rewards"):
-        return Refuse(
-            "with normalize_rewards = true it divides by the deviation of the other members, not of the group",
-            "grpo.use_leave_one_out_baseline=false, or grpo.normalize_rewards=false",
-        )
     return Take({f"grpo.{name}": leaf.value}, "" if leaf.key == f"grpo.{name}" else f"is grpo.{name}")
-
-
-def _of_estimator(given: Given, name: str) -> Any:
-    return given.get(f"grpo.adv_estimator.{name}", given.get(f"grpo.{name}"))
 
 
 def reward_shaping(leaf: Leaf) -> Verdict:
@@ -194,6 +183,34 @@ def metric_name(leaf: Leaf) -> Verdict:
     if str(leaf.value).startswith("validation/"):
         return Take({leaf.key: leaf.value})
     return Refuse("the best checkpoint is that of a metric of the evaluations", f"{leaf.key}=validation/pass_rate_t1")
+
+
+def keep_top_k(leaf: Leaf) -> Verdict:
+    """Theirs are the newest where no metric says which are the best."""
+    if leaf.value is None or leaf.given.get("checkpointing.metric_name") is not None:
+        return Take({leaf.key: leaf.value})
+    return Take({"checkpointing.keep_last_n": _newest_kept(leaf)}, "metric_name = null: the newest")
+
+
+def keep_latest(leaf: Leaf) -> Verdict:
+    if leaf.value is None:
+        return Leave(NEUTRAL)
+    return Take({"checkpointing.keep_last_n": _newest_kept(leaf)}, "is checkpointing.keep_last_n")
+
+
+def _newest_kept(leaf: Leaf) -> int:
+    by_metric = leaf.given.get("checkpointing.metric_name") is not None
+    names = ("ft_keep_latest_k",) if by_metric else ("ft_keep_latest_k", "keep_top_k")
+    keys = [f"checkpointing.{name}" for name in names]
+    return max(_whole(leaf.given, key) for key in keys if leaf.given.get(key) is not None)
+
+
+def tool(leaf: Leaf) -> Verdict:
+    """Keys of a logger, of which those of one that is off say nothing; null is always what is not given."""
+    section = leaf.key.rpartition(".")[0]
+    if leaf.given.get(f"{section}_enabled") is not True:
+        return Leave(f"{section}_enabled = false")
+    return Leave(NEUTRAL) if leaf.value is None else Take({leaf.key: leaf.value})
 
 
 def updates_per_step(given: Given) -> int:

@@ -78,6 +78,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     ),
     "Qwen/Qwen2.5-Math-7B": _qwen2(*_QWEN25_7B, rope_theta=1e4, max_position_embeddings=4096),
     "Elliott/Qwen2.5-Math-7B-16k-think": _qwen2(*_QWEN25_7B, rope_theta=4e4, max_position_embeddings=16384),
+    "Qwen/Qwen2-7B-Instruct": _qwen2(*_QWEN25_7B, max_position_embeddings=32768),
     "Qwen/Qwen2.5-7B-Instruct": _qwen2(*_QWEN25_7B, max_position_embeddings=32768),
     "Qwen/Qwen2.5-32B": _qwen2(5120, 27648, 64, 40, 8, rms_norm_eps=1e-5, max_position_embeddings=131072),
     "meta-llama/Llama-3.1-8B": _LLAMA31_8B,

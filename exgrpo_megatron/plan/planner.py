@@ -210,6 +210,8 @@ def _sampled_rows(config: Config, ranks: Ranks) -> int:
 def _evaluated_rows(config: Config, ranks: Ranks) -> int:
     """The same in an evaluation; of a file nobody knows yet how many questions it has."""
     held_out = config.data.validation
+    if config.eval.sets_in_training:
+        return config.policy.generation.max_batch_size
     if held_out is None:
         return 0
     if held_out.path is not None:

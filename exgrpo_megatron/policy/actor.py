@@ -122,6 +122,7 @@ class MegatronActor:
         self._optimizer.zero_grad()
 
         def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Outputs]:
+            self.comm.places.advance()
             inputs = loss_inputs(batch, sequences, mean_entropy_coeff=micro_batch_entropy_coeff / self.comm.size)
             head = self._head(temperature)
             result = fused.token_loss(hidden.squeeze(0), head, inputs, objective, **self._loss_kernel)
@@ -228,6 +229,7 @@ class MegatronActor:
 
     def _scored(self, batch: MicroBatch, hidden: Tensor, *, temperature: float, non_loss_data: bool) -> Outputs:
         del non_loss_data  # Megatron's schedule passes it to whoever collects something else than a loss
+        self.comm.places.advance()
         head = self._head(temperature)
         logprobs, entropies = fused.score(hidden.squeeze(0), head, batch.targets, **self._loss_kernel)
         return {"logprobs": logprobs, "entropies": entropies}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
@@ -19,20 +20,27 @@ from exgrpo_megatron.acceleration import choose
 from exgrpo_megatron.accelerators import installed
 from exgrpo_megatron.config import ClusterConfig, MegatronConfig, PolicyConfig
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.places import Places
 from exgrpo_megatron.policy import backend
 
 T = TypeVar("T")
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""A rank that waits longer than this for another one gives up; the slowest rollout of a step must fit in it."""
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""A rank that waits longer than this for another one gives up, where nobody watches over it."""
+
+PATIENCE = 4
+"""A collective's limit in `cluster.hang_timeout_s`: whoever watches (`hang.py`) says first who is missing, and waits
+for ranks that still move."""
+
+_STORE_TIMEOUT = timedelta(seconds=30)
 
 
-def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataParallel:
+def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int, places: Places | None = None) -> DataParallel:
     """Join the process group and lay out Megatron's parallel groups.
 
     Under `torchrun` (its environment is set) this is collective over the launched processes. Alone it makes a group
     of one without opening a port. It seeds the global generators of torch, numpy and python in this process, the same
-    on every data-parallel rank: checkpoints hold all of them.
+    on every data-parallel rank: checkpoints hold all of them. `places` are what the communicator says of itself.
 
     Raises:
         ConfigError: the recipe asks for another number of processes than were launched, for a layout that does not
@@ -48,23 +56,47 @@ def initialize(policy: PolicyConfig, cluster: ClusterConfig, seed: int) -> DataP
         )
     choose(policy, installed())
     backend.install()
-    _join(launched)
-    comm = lay_out(layout, seed)
+    places = places or Places()
+    timeout = timedelta(seconds=max(60.0, PATIENCE * cluster.hang_timeout_s))
+    with places.inside("joining the process group"):
+        _join(launched, timeout)
+        comm = lay_out(layout, seed, places, timeout)
     check_alike(comm, installed().fingerprint())
     return comm
 
 
-def lay_out(layout: MegatronConfig, seed: int) -> DataParallel:
+def side_store() -> dist.Store:
+    """A connection of its own to the store by which the processes under torchrun found each other, for another thread.
+
+    Raises:
+        RuntimeError: nobody answers there.
+    """
+    if not _under_torchrun():
+        return dist.HashStore()
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+    )
+    # torchrun keeps its store when it starts the processes again.
+    return dist.PrefixStore(f"exgrpo/places/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def lay_out(
+    layout: MegatronConfig, seed: int, places: Places | None = None, timeout: timedelta = COLLECTIVE_TIMEOUT
+) -> DataParallel:
     """Megatron's groups among the processes of the process group that is there, and the seeds of `initialize`."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds()) // 60,
+        distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),
     )
     _seed(seed)
-    return DataParallel()
+    return DataParallel(places, timeout)
 
 
 def check_alike(comm: DataParallel, mine: str) -> None:
@@ -84,7 +116,8 @@ def check_alike(comm: DataParallel, mine: str) -> None:
 class DataParallel:
     """The processes of the run: a `exgrpo_megatron.comm.Communicator`. Made by `initialize`."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places | None = None, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+        self.places = places or Places()
         self.rank: int = mpu.get_data_parallel_rank()
         self.size: int = mpu.get_data_parallel_world_size()
         # Megatron's model-parallel group is tensor and pipeline ranks; each stands for its context-parallel ones.
@@ -95,14 +128,21 @@ class DataParallel:
         self.is_main: bool = dist.get_rank() == 0
         # Objects travel over gloo also where tensors travel over NCCL: no copy through the GPU.
         self._group = mpu.get_data_parallel_group_gloo()
-        self._world: Any = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
+        self._world: Any = (
+            dist.new_group(backend="gloo", timeout=timeout) if torch.cuda.is_available() else dist.group.WORLD
+        )
         self._machine = socket.gethostname()
         self._processes = _gather((self._machine, os.getpid()), self._world)
 
     def all_gather(self, value: T) -> list[T]:
-        return self.agreed(_gather(value, self._group))
+        with self.places.inside("gathering"):
+            return self._agreed(_gather(value, self._group))
 
     def agreed(self, value: T) -> T:
+        with self.places.inside("agreeing"):
+            return self._agreed(value)
+
+    def _agreed(self, value: T) -> T:
         # Megatron's model-parallel group is tensor and pipeline ranks. First the context-parallel ranks of each of
         # these agree, then these do.
         for group in (mpu.get_context_parallel_group(), mpu.get_model_parallel_group()):
@@ -110,18 +150,22 @@ class DataParallel:
         return value
 
     def gather_members(self, value: T) -> list[T]:
-        parts = _gather(_gather(value, mpu.get_context_parallel_group()), mpu.get_model_parallel_group())
+        with self.places.inside("gathering"):
+            parts = _gather(_gather(value, mpu.get_context_parallel_group()), mpu.get_model_parallel_group())
         return [value for part in parts for value in part]
 
     def anywhere(self, flag: bool) -> bool:
-        return any(_gather(flag, self._world))
+        with self.places.inside("agreeing"):
+            return any(_gather(flag, self._world))
 
     def broadcast(self, value: T) -> T:
-        return _broadcast(value, 0, self._world)
+        with self.places.inside("receiving from rank 0"):
+            return _broadcast(value, 0, self._world)
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier(group=self._world)
+            with self.places.inside("barrier"):
+                dist.barrier(group=self._world)
 
     def killed_ranks(self) -> tuple[int, ...]:
         """The ranks on this machine whose process is gone; not collective."""
@@ -221,14 +265,14 @@ def _seed(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _join(launched: int) -> None:
+def _join(launched: int, timeout: timedelta) -> None:
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; call DataParallel.shutdown() before initialize()")
     name = "nccl" if torch.cuda.is_available() else "gloo"
     if not _under_torchrun():
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(name, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(name, timeout=timeout)
     assert dist.get_world_size() == launched, (dist.get_world_size(), launched)

@@ -75,6 +75,7 @@ class SelectiveReplay:
         return buffer.sample(_STRATEGIES[self.strategy], size=size, exclude=exclude, score=score, **self._limits)
 
     def state_dict(self) -> dict[str, int]:
+        """The number of steps asked for so far, which with the seed decides the next ones."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

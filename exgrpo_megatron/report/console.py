@@ -68,6 +68,11 @@ class ProgressReporter:
             left = f" | {format_duration(self.seconds_left)} left" if self.step < self.total_steps else ""
             self.note(f"{self.label} {self.step}/{self.total_steps}{' | ' if text else ''}{text}{left}")
 
+    def skip(self, steps: int) -> None:
+        """So many short steps were done by an earlier run."""
+        self.step += steps
+        self._started_at, self._started_step = self._clock(), self.step
+
     def note(self, text: str) -> None:
         """A line above the bar."""
         self._console.print(escape(text), soft_wrap=True, highlight=False)
@@ -141,6 +146,11 @@ def evaluation_line(step: int, metrics: Metrics, temperature: float) -> str:
     rates = [f"{word} {metrics[name]:.1%}" for name, word in words.items() if name in metrics]
     rewards = {"validation/reward_t1": f"T={temperature:g}", "validation/reward_greedy": "greedy"}
     rates += [f"reward {word} {metrics[name]:.3f}" for name, word in rewards.items() if name in metrics]
+    rates += [
+        f"{name.rpartition('/')[2]} {value:.1%}"
+        for name, value in metrics.items()
+        if name.startswith("validation/avg/")
+    ]
     return f"held out, {f'after step {step}' if step else 'before the first step'}: {', '.join(rates)}"
 
 

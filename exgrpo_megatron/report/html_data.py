@@ -139,7 +139,7 @@ def _metric(run: RunData, name: str) -> dict[str, Any]:
 def _known_questions(config: Config, notes: list[str]) -> dict[str, Question]:
     try:
         return {question.id: question for question in questions_as_written(config.data.train)}
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         notes.append(f"The texts of the questions are not shown: {error}")
         return {}
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePath
 from typing import Any
 
-from exgrpo_megatron import __version__
 from exgrpo_megatron.config import VARIANTS, Config
 from exgrpo_megatron.recipe import derived_table, dump_recipe, yaml_text
 from exgrpo_megatron.report.summary import categories, headline_words
-
-_PACKAGES = ("torch", "megatron-core", "transformers", "math-verify", "vllm")
+from exgrpo_megatron.versions import versions
 
 _HEAD = """---
 library_name: transformers
@@ -42,6 +38,8 @@ class TrainedModel:
     """The run's metrics, one a step."""
     evaluations: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Metrics of `exgrpo eval` of the same weights, by the name of the file."""
+    logged: Mapping[str, str] = field(default_factory=dict)
+    """Where other tools have the run, by their names."""
 
 
 def model_card(model: TrainedModel, checked: str) -> str:
@@ -60,6 +58,9 @@ def _opening(model: TrainedModel, checked: str) -> Iterable[str]:
     yield ""
     yield f"Base model: `{base}`. The export was checked before it was put here: {checked}."
     yield ""
+    for tool, where in model.logged.items():
+        yield f"The run in {tool}: {where}"
+        yield ""
 
 
 def _results(model: TrainedModel) -> Iterable[str]:
@@ -143,13 +144,7 @@ def _training(model: TrainedModel) -> Iterable[str]:
 def _versions() -> Iterable[str]:
     yield "## Versions"
     yield ""
-    found = {"exgrpo-megatron": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    yield "Of the program that exported: " + ", ".join(f"{name} {number}" for name, number in found.items()) + "."
+    yield "Of the program that exported: " + ", ".join(f"{name} {number}" for name, number in versions().items()) + "."
 
 
 def _row(cells: Sequence[str]) -> str:

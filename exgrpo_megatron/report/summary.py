@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
@@ -16,6 +16,8 @@ from exgrpo_megatron.report.console import format_duration
 
 HEADLINES = {"pass_rate_t1": "sampled", "pass_rate_greedy": "greedy"}
 """Held-out pass rates shown, by their name under `validation/`."""
+SETS = "validation/avg/"
+"""Before the name of a set in training."""
 
 
 def run_summary(
@@ -53,7 +55,8 @@ def run_summary(
 
 
 def health_lines(records: Sequence[Mapping[str, float]]) -> list[str]:
-    """A line for each alarm that rang in the run, and one for the guards, where they had something to do."""
+    """A line for each alarm that rang in the run, one for the guards, where they had something to do, and one where
+    replay never began."""
     lines = []
     for name in sorted({name for record in records for name in record if name.startswith("alarm/")}):
         rang = [int(record["step"]) for record in records if record.get(name)]
@@ -64,21 +67,41 @@ def health_lines(records: Sequence[Mapping[str, float]]) -> list[str]:
     crossings, held = int(_last(records, "guards/crossings")), sum(record.get("guards/held", 0) for record in records)
     if crossings:
         lines.append(f"guards: {crossings} steps crossed a limit of experience.guards, {held:.0f} steps were held")
-    return lines
+    without = never_replayed(records)
+    return lines if without is None else [*lines, f"replay: {without} (docs/troubleshooting.md, Replay)"]
+
+
+def never_replayed(records: Sequence[Mapping[str, float]]) -> str | None:
+    """That replay began in none of a run's steps, and how near it came; None where it did, or experience was off (its
+    steps have no freshness)."""
+    steps = [record for record in records if "freshness/data_left" in record]
+    if not steps or any(record["experience/replay_on"] for record in steps):
+        return None
+    rates = [record["reward/pass_rate_fresh"] for record in steps if "reward/pass_rate_fresh" in record]
+    best = f"the pass rate of new questions was {max(rates):.3f} at most" if rates else "no question was new"
+    return f"in none of {len(steps)} steps; {best}"
 
 
 def before_and_after(records: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """The records of a run with its evaluation before the first step, and with its last one after that; else empty."""
-    evaluated = [record for record in records if "validation/pass_rate_t1" in record]
+    evaluated = [record for record in records if any(name.startswith("validation/") for name in record)]
     before = [record for record in evaluated if record["step"] == 0]
     after = [record for record in evaluated if record["step"] > 0]
     return (before[0] if before else {}), (after[-1] if after else {})
 
 
 def pass_rate_table(before: Mapping[str, float], after: Mapping[str, float], temperature: float) -> RenderableType:
-    """Held-out pass rates before and after, over all questions and by category."""
+    """Held-out pass rates before and after, over all questions and by category, and avg@k of sets in training."""
     if not after and not before:
         return Text("no held-out questions: set data.validation and grpo.val_period to see a pass rate here")
+    sets = _sets_table(before, after)
+    if not any(f"validation/{name}" in {**before, **after} for name in HEADLINES):
+        return sets
+    held_out = _held_out_table(before, after, temperature)
+    return Group(held_out, "", sets) if sets.row_count else held_out
+
+
+def _held_out_table(before: Mapping[str, float], after: Mapping[str, float], temperature: float) -> Table:
     table = Table(title="held-out pass rate", title_justify="left", box=None, pad_edge=False)
     table.add_column("questions")
     for word in headline_words(temperature).values():
@@ -87,6 +110,18 @@ def pass_rate_table(before: Mapping[str, float], after: Mapping[str, float], tem
     table.add_row("all", *_cells(before, after, ""))
     for category in categories({**before, **after}):
         table.add_row(escape(category), *_cells(before, after, f"/{category}"))
+    return table
+
+
+def _sets_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    table = Table(title="avg@k of the sets in training", title_justify="left", box=None, pad_edge=False)
+    table.add_column("set")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right", style="bold")
+    for name in [name for name in {**before, **after} if name.startswith(SETS)]:
+        values = (side.get(name) for side in (before, after))
+        cells = ["-" if value is None else f"{value:.1%}" for value in values]
+        table.add_row(escape(name.removeprefix(SETS)), *cells)
     return table
 
 

@@ -10,8 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 
 from exgrpo_megatron.config import VARIANTS, Config
+from exgrpo_megatron.config.whole import fill_variant
 from exgrpo_megatron.evaluation_request import QuestionsOf
-from exgrpo_megatron.recipe import Option, derived_table, yaml_text
+from exgrpo_megatron.recipe import Option, changed_keys, derived_table, yaml_text
 from exgrpo_megatron.report.summary import categories, headline_words
 
 WIDE_ENOUGH_FOR_A_TABLE = 120
@@ -29,16 +30,38 @@ def numbers_table(config: Config, data_parallel_size: int) -> Table:
 
 
 def variant_table(config: Config) -> Table:
-    """Every switch on which the paper and its code differ: the value in force, and those of the other variants."""
+    """Every switch on which the paper and its code differ: the value in force, and those of the other variants; without
+    those of experience where it is off."""
     table = Table(title=f"Variant: {config.variant}", title_justify="left", box=None, pad_edge=False)
     table.add_column("switch", no_wrap=True)
     table.add_column("in force", style="bold", no_wrap=True)
     table.add_column("elsewhere", overflow="fold")
     for name, value in config.variant_table().items():
+        if name.startswith("experience.") and not config.experience.enabled:
+            continue
         others = {variant: choice for variant, choice in VARIANTS[name].items() if choice != value}
         elsewhere = ", ".join(f"{variant}: {yaml_text(choice)}" for variant, choice in others.items())
         table.add_row(name, yaml_text(value), elsewhere)
     return table
+
+
+def idle_experience(config: Config) -> str | None:
+    """Which keys of `experience:` are at other values than by default and do nothing, because it is off; None: none.
+
+    They are accepted, so that `experience.enabled=false` alone makes any recipe the on-policy one.
+    """
+    if config.experience.enabled:
+        return None
+    chosen = {"enabled": False, "strategy": config.experience.strategy}
+    filled = fill_variant({"variant": config.variant, "experience": chosen})["experience"]
+    default = type(config.experience).model_validate(filled)
+    changed = changed_keys(default.model_dump(mode="json"), config.experience.model_dump(mode="json"), "experience.")
+    keys = [line.partition(":")[0] for line in changed]
+    if config.experience.strategy != "exgrpo":
+        keys.insert(0, "experience.strategy")
+    if not keys:
+        return None
+    return f"experience.enabled = false, so these keys of the recipe have no effect: {', '.join(keys)}"
 
 
 def options_view(options: Sequence[Option], width: int) -> RenderableType:

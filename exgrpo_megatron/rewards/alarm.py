@@ -49,8 +49,9 @@ class RewardAlarm:
             return []
         return [
             f"every reward was 0 for {self._all_zero_steps} steps in a row (env.math.all_zero_alarm_steps = "
-            f"{self._config.all_zero_alarm_steps}); this step: {_listed(counts)}. Look at some responses: is it the "
-            "prompt template the model knows, are answers cut off, have the gold answers the expected form?"
+            f"{self._config.all_zero_alarm_steps}); this step: {_listed(counts)}. Look at some responses (`exgrpo "
+            "eval RECIPE` writes them): is it the prompt template the model knows, are answers cut off, have the gold "
+            "answers the expected form?"
         ]
 
     def _format(self, counts: dict[str, int]) -> list[str]:

@@ -89,7 +89,8 @@ def check_reward_function(config: EnvConfig) -> None:
         lines = ended.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {ended.returncode}"]
         raise ConfigError(
             f"env.reward_function = {name!r}: {lines[-1]} (modules are looked for among the installed packages, in "
-            f"PYTHONPATH and in {Path.cwd()}; memory: env.worker_memory_mib = {config.worker_memory_mib})"
+            f"PYTHONPATH and in {Path.cwd()}, files from there; memory: env.worker_memory_mib = "
+            f"{config.worker_memory_mib})"
         )
 
 

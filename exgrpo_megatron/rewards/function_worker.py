@@ -1,6 +1,8 @@
 """The program of one worker with a reward function of the user's: JSON lines on standard input and output.
 
-    python function_worker.py TIMEOUT_S MEMORY_BYTES PACKAGE.MODULE:FUNCTION
+    python function_worker.py TIMEOUT_S MEMORY_BYTES NAME
+
+NAME is `package.module:function` or `path/of/file.py:function`.
 
 Says `"ready"` once the function is imported; then answers each line `[response, answer, question]` by the reward, or by
 an object whose `error` says why there is none. Ends at the end of its input. Like `worker.py` it imports nothing of
@@ -10,6 +12,7 @@ this package, so that a worker holds no more than what the function needs.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -17,6 +20,8 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 ORPHAN_GRACE_S = 2.0
@@ -31,7 +36,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which still has a step to finish
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_CORE, 0)
-    function = load(name)
+    try:
+        function = load_function(name)
+    except ImportError as error:
+        raise SystemExit(str(error)) from None
     if (needed := _address_space_bytes()) > memory_bytes // 2:
         raise SystemExit(
             f"{name} needs {needed >> 20} MiB of address space once it is imported: it must have twice as much"
@@ -49,19 +57,49 @@ def main() -> None:
             os._exit(0)  # what it has piled up goes with it, and a fresh one takes over
 
 
-def load(name: str) -> Callable[..., Any]:
-    """The function `package.module:function`; ends the program with one line where there is none."""
-    module_name, _, function_name = name.partition(":")
-    sys.path.append(os.getcwd())
+def load_function(name: str) -> Callable[..., Any]:
+    """The function of `package.module:function` or `path/of/file.py:function`; modules are looked for in the current
+    folder too, and those that a file imports also beside it.
+
+    Raises:
+        ImportError: there is none, or the module cannot be imported; one line says why.
+    """
+    place, _, function_name = name.rpartition(":")
+    _look_in(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  anything may happen while a stranger's module is imported
-        raise SystemExit(f"cannot import {module_name}: {_described(error)}") from None
+        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        raise ImportError(f"cannot import {place}: {described(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         where = getattr(module, "__file__", None) or "part of Python"
-        raise SystemExit(f"{module_name} ({where}) has no function {function_name!r}")
+        raise ImportError(f"{place} ({where}) has no function {function_name!r}")
     return function
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """The file as a module of a name of its own: a script runs as `__main__`, and is imported beside that."""
+    path = path.resolve()
+    name = f"{path.stem} ({path})"
+    if name in sys.modules:
+        return sys.modules[name]
+    _look_in(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for the module of a class
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _look_in(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def reward_of(function: Callable[..., Any], response: str, answer: str, question: str) -> float | dict[str, str]:
@@ -69,11 +107,12 @@ def reward_of(function: Callable[..., Any], response: str, answer: str, question
     try:
         number = float(function(question=question, response=response, answer=answer))
     except (Exception, SystemExit) as error:  # noqa: BLE001  the answer has no reward, the run goes on and counts it
-        return {"error": _described(error)}
+        return {"error": described(error)}
     return number if math.isfinite(number) else {"error": f"the reward is {number}, not a finite number"}
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """Kind and message of an error, cut off where it is long."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -34,14 +34,17 @@ class TorchEngine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_batch_size: int,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`max_batch_size` is the number of responses decoded at once; more are sampled in further waves."""
+        """`max_batch_size` is the number of responses decoded at once; more are sampled in further waves. `on_progress`
+        is called after every token of a wave."""
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size = {max_batch_size}: at least one response must be decoded at once")
         self._arch = arch
         self._dtype = dtype
         self._device = torch.device(device)
         self._max_batch_size = max_batch_size
+        self._on_progress = on_progress
         self._loaded: tuple[Decoder, int] | None = None
 
     @property
@@ -76,7 +79,7 @@ class TorchEngine:
             _check_request(index, request, self._arch.vocab_size)
         responses: list[list[SampledResponse]] = [[] for _ in requests]
         for wave in plan_waves(requests, self._max_batch_size):
-            results = Wave(decoder, [request for _, request in wave], params).run(version)
+            results = Wave(decoder, [request for _, request in wave], params).run(version, self._on_progress)
             for (index, _), some in zip(wave, results, strict=True):
                 responses[index].extend(some)
         return responses

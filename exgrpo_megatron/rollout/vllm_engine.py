@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,11 @@ class VLLMEngine:
 
     num_restarts = 0
 
-    def __init__(self, arch: Architecture, settings: VLLMSettings) -> None:
+    def __init__(
+        self, arch: Architecture, settings: VLLMSettings, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_progress` is called after every step of the engine."""
+        self._on_progress = on_progress
         self._arch, self._settings = arch, settings
         self._plan = BucketPlan(manifest(arch), settings.dtype, settings.cfg.update_weights_bucket_megabytes * 10**6)
         self._llm: Any = None
@@ -152,6 +156,7 @@ class VLLMEngine:
                 index, seat = map(int, output.request_id.split("/"))
                 finished[index, seat] = output.outputs[0]
             num_steps += 1
+            self._on_progress()
             if self._late(deadline, num_steps):
                 raise TimeoutError(
                     f"{engine.get_num_unfinished_requests()} answers are unfinished after "

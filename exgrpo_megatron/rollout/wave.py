@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -65,8 +67,8 @@ class Wave:
         self._cache = self._new_cache()
         self._mask = self._padding_mask()
 
-    def run(self, policy_version: int) -> list[list[SampledResponse]]:
-        """Sample every row; responses by request, in the order of its seeds.
+    def run(self, policy_version: int, on_progress: Callable[[], None] = lambda: None) -> list[list[SampledResponse]]:
+        """Sample every row; responses by request, in the order of its seeds. `on_progress` is called a token.
 
         Raises:
             FloatingPointError: the model produced logits that are not finite.
@@ -81,6 +83,7 @@ class Wave:
                 break
             logits = self._decoder.step(tokens, self._positions, self._cache, self._mask)
             self._positions = self._positions + 1
+            on_progress()
         return self._responses(policy_version)
 
     def _prefill(self) -> Tensor:

@@ -12,9 +12,7 @@ from typing import Any
 from exgrpo_megatron.errors import CheckpointError, UserError
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.recipe import changed_keys
-
-AnswerRow = dict[str, Any]
-"""One graded answer."""
+from exgrpo_megatron.set_answers import AnswerRow
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.files import sha256_of
 
-_NOT_OF_ANSWERS = {"path", "group", "pass_at", "max_questions"}
+_NOT_OF_ANSWERS = {"path", "group", "pass_at", "max_questions", "in_training"}
 """Keys of a set that change no answer, or do so by the questions, whose fingerprint is there."""
 _NOT_OF_GRADES = {"num_workers", "cache_size", "all_zero_alarm_steps", "format_alarm_share", "check_gold"}
 

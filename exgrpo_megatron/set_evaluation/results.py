@@ -9,20 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo_megatron.config import EvalConfig
-from exgrpo_megatron.set_evaluation.estimates import (
+from exgrpo_megatron.algorithm.estimates import (
     Estimate,
     Values,
     bootstrap_means,
     bootstrap_seed,
     estimate,
     macro_average,
-    majority_at_k,
-    pass_at_k,
+    question_values,
 )
-from exgrpo_megatron.set_evaluation.files import AnswerRow
-
-GROUPS = ("ID", "OOD")
+from exgrpo_megatron.config import EVAL_GROUPS, EvalConfig
+from exgrpo_megatron.set_answers import AnswerRow
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,7 @@ def set_result(name: str, config: EvalConfig, answers: Sequence[Sequence[AnswerR
     """`answers`: of each question all samples, in order."""
     chosen = config.sets[name]
     n = chosen.num_samples
-    right = np.array([[row["correct"] for row in group] for group in answers], dtype=np.float64)
-    counts = right.sum(axis=1).astype(int).tolist()
-    values: dict[str, Values] = {f"avg@{n}": right.mean(axis=1)}
-    for k in chosen.pass_ks:
-        values[f"pass@{k}"] = np.array([pass_at_k(n, c, k) for c in counts])
-    if n > 1:
-        votes = [([row["extracted"] for row in group], [row["correct"] for row in group]) for group in answers]
-        values[f"maj@{n}"] = np.array([majority_at_k(texts, rights) for texts, rights in votes])
+    values = question_values(chosen, answers)
     resampled = bootstrap_means(values, config.bootstrap_samples, bootstrap_seed(config.seed, name))
     rows = [row for group in answers for row in group]
     return SetResult(
@@ -95,8 +85,8 @@ def set_result(name: str, config: EvalConfig, answers: Sequence[Sequence[AnswerR
 
 def group_averages(config: EvalConfig, results: Sequence[SetResult]) -> dict[str, Estimate]:
     """Macro average of avg@k of each group all of whose sets are there."""
-    averages = {}
-    for group in GROUPS:
+    averages: dict[str, Estimate] = {}
+    for group in EVAL_GROUPS:
         wanted = [name for name, chosen in config.sets.items() if chosen.group == group]
         found = [result for result in results if result.group == group]
         if wanted and len(found) == len(wanted):

@@ -19,17 +19,15 @@ from exgrpo_megatron.data.eval_sets import load_eval_set
 from exgrpo_megatron.data.questions import QuestionSet, first_ids
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.evaluation_request import EvalRequest
-from exgrpo_megatron.evaluator import Evaluator, sample_seed
 from exgrpo_megatron.files import replace_text, writable_folder
 from exgrpo_megatron.parts import Verifier
-from exgrpo_megatron.rewards.choice import ChoiceVerifier, chosen_letter
-from exgrpo_megatron.rewards.rules import boxed_answer
+from exgrpo_megatron.rewards.choice import ChoiceVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine
 from exgrpo_megatron.run_folder import locked
-from exgrpo_megatron.set_evaluation.files import AnswerRow, Progress, SetFiles
+from exgrpo_megatron.set_answers import SetEvaluator
+from exgrpo_megatron.set_evaluation.files import Progress, SetFiles
 from exgrpo_megatron.set_evaluation.identity import checkpoint_digest, set_identity
 from exgrpo_megatron.set_evaluation.results import SetResult, group_averages, markdown, set_result
-from exgrpo_megatron.types import Question
 
 Note = Callable[[str], None]
 """Shows a line, on the main process alone."""
@@ -143,11 +141,13 @@ class _SetRun:
             self._begin(task, files, verifier)
         left = [question for question in task.questions.questions if question.id not in progress.done]
         size = max(1, self.config.eval.save_every // task.config.num_samples)
+        tools = self.inputs
+        evaluator = SetEvaluator(self.config.eval, engine, tools.tokenizer, tools.sampling, self.comm)
         for first in range(0, len(left), size):
-            rows = self._batch(task, left[first : first + size], engine, verifier)
+            groups = evaluator.answers(task.name, left[first : first + size], verifier)
             with together(self.comm):
                 if self.comm.is_main:
-                    files.append(rows)
+                    files.append([row for group in groups for row in group])
             done = len(progress.done) + min(first + size, len(left))
             self.note(f"{task.name}: {done} of {len(task.ids)} questions")
 
@@ -172,27 +172,6 @@ class _SetRun:
                     "gold_answers_without_match": unmatched,
                 }
             )
-
-    def _batch(
-        self, task: SetTask, questions: Sequence[Question], engine: RolloutEngine, verifier: Verifier
-    ) -> list[AnswerRow]:
-        """Graded answers of some questions, the same on every process."""
-        config, tools = self.config.eval, self.inputs
-        evaluator = Evaluator(config, questions, engine, verifier, tools.tokenizer, tools.sampling, self.comm)
-        n, temperature = task.config.num_samples, config.temperature_of(task.name)
-        graded = evaluator.graded("greedy" if temperature == 0 else "sampled", temperature, n)
-        return [self._row(task, row, place % n) for place, (row, _) in enumerate(graded)]
-
-    def _row(self, task: SetTask, row: dict[str, object], sample: int) -> AnswerRow:
-        find = chosen_letter if task.config.choices_key else boxed_answer
-        return {
-            "set": task.name,
-            **row,
-            "sample": sample,
-            "seed": sample_seed(self.config.eval.seed, str(row["question_id"]), sample),
-            "correct": row["status"] == "correct",
-            "extracted": find(str(row["response"])),
-        }
 
     def _sum_up(self, tasks: Sequence[SetTask], finished: Sequence[SetTask]) -> WrittenSets:
         """Add the numbers of `finished` sets to those that are there, and write the results of all of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from exgrpo_megatron.sweep.arms import Run
 
 _POLL_S = 0.1
 _TAIL_BYTES = 8192
+_PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl: the signal that a process gets when its parent is gone."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,16 @@ def run_all(
     *,
     began: Callable[[Run], None],
     ended: Callable[[Run, Ended], None],
+    held: Sequence[int] = (),
 ) -> None:
     """Start the `command` of each, at most `jobs` at a time, and tell when it begins and ends.
 
-    `devices`: one of them is all that the process in a slot sees of CUDA's; none: they see what there is. After the
-    first signal nothing more begins, and what goes on is told to save and stop. Whatever leaves this function, no
+    `devices`: one of them is all that the process in a slot sees of CUDA's; none: they see what there is. `held`: file
+    descriptors that each process keeps open, such as a lock's. After the first signal nothing more begins, and what
+    goes on is told to save and stop; on Linux also when this process is killed. Whatever leaves this function, no
     process is left behind.
     """
-    pool, waiting, told = _Pool(jobs, devices), list(runs), False
+    pool, waiting, told = _Pool(jobs, devices, held), list(runs), False
     try:
         while waiting or pool.going:
             for run, how in pool.take_ended():
@@ -95,8 +100,8 @@ class _Going:
 class _Pool:
     """The processes that go on, each in one of so many slots."""
 
-    def __init__(self, jobs: int, devices: Sequence[str]) -> None:
-        self._jobs, self._devices = jobs, devices
+    def __init__(self, jobs: int, devices: Sequence[str], held: Sequence[int]) -> None:
+        self._jobs, self._devices, self._held = jobs, devices, held
         self.going: list[_Going] = []
         self._warm: set[str] = set()
         """Warm starts that are there for certain."""
@@ -129,6 +134,8 @@ class _Pool:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
+                pass_fds=self._held,
+                preexec_fn=_stopped_with_parent(),
             )
         self.going.append(_Going(run, process, slot))
 
@@ -152,6 +159,20 @@ class _Pool:
     def _is_free(self, config: Config, busy: set[str]) -> bool:
         needed = _warm_start_of(config)
         return not config.sft.warm_start or needed in self._warm or needed not in busy
+
+
+def _stopped_with_parent() -> Callable[[], None] | None:
+    """For a child before it becomes the run: SIGTERM, by which a run saves and stops, once this process is gone."""
+    if not sys.platform.startswith("linux"):
+        return None
+    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != parent:  # gone before it was asked
+            os._exit(128 + signal.SIGTERM)
+
+    return ask
 
 
 def _may_be_making_warm_start(run: Run) -> bool:

@@ -33,6 +33,15 @@ class Missing:
 
 
 @dataclass(frozen=True)
+class NeverReplayed:
+    """A finished run with experience in which replay never began: its numbers are those of training without."""
+
+    arm: str
+    seed: int
+    told: str
+
+
+@dataclass(frozen=True)
 class Findings:
     """All that is written."""
 
@@ -44,6 +53,7 @@ class Findings:
     missing: Sequence[Missing]
     seconds: dict[str, list[float]]
     """Of each arm, those of its finished runs."""
+    never_replayed: Sequence[NeverReplayed] = ()
 
 
 def write_findings(out: Path, findings: Findings, curves: Curves) -> list[Path]:
@@ -85,7 +95,9 @@ def markdown(findings: Findings) -> str:
         f"- {run.arm}, seed {run.seed}: {run.status}{f': {run.message}' if run.message else ''} ({run.log})\n"
         for run in findings.missing
     ]
-    return f"{table}\n{note}" + (f"\nIn no number:\n\n{''.join(lines)}" if lines else "")
+    without = [f"- {run.arm}, seed {run.seed}: {run.told}\n" for run in findings.never_replayed]
+    parts = {"In no number": lines, "With experience, but without replay": without}
+    return f"{table}\n{note}" + "".join(f"\n{what}:\n\n{''.join(some)}" for what, some in parts.items() if some)
 
 
 def as_csv(findings: Findings) -> str:
@@ -122,6 +134,7 @@ def as_json(findings: Findings) -> str:
         "columns": [asdict(column) for column in findings.columns],
         "seconds": findings.seconds,
         "missing": [asdict(run) for run in findings.missing],
+        "never_replayed": [asdict(run) for run in findings.never_replayed],
     }
     return json.dumps(_without_nan(content), indent=1, allow_nan=False) + "\n"
 

@@ -70,6 +70,7 @@ class OutputHead:
 
     @property
     def columns(self) -> Columns:
+        """The same without the weight, as `logits_loss` takes it."""
         return Columns(self.valid_vocab, self.vocab_start, self.group, self.temperature)
 
 

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -54,6 +55,30 @@ def launcher(ranks):
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", "127.0.0.1:0", "-m", "exgrpo_megatron"),
     ]
+
+
+def agent(port, *args):
+    """torchrun on one of two machines with a rank each."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "-m", "exgrpo_megatron", *map(str, args)),
+    ]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def preempt(job):
+    """As Slurm does: SIGTERM to every process of every task, though neither to the batch script nor to srun."""
+    (srun,) = [child for child in psutil.Process(job).children() if "srun" in " ".join(child.cmdline())]
+    tasks = [child for child in srun.children(recursive=True) if "sleep" not in child.name()]
+    assert sum("torch.distributed.run" in task.cmdline() for task in tasks) == 2
+    assert sum("RANK" in task.environ() for task in tasks) >= 4  # two ranks, and the reward workers of each
+    for task in tasks:
+        task.send_signal(signal.SIGTERM)
 
 
 def exgrpo(*args, ranks=1, cwd=None, before=None, prefix=()):
@@ -191,7 +216,7 @@ def test_a_signal_saves_and_the_same_command_ends_as_if_nothing_had_been(
     assert_same_run(folder, whole_run, stored_rows)
 
 
-def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, half_trained_model):
+def test_ctrl_c_after_a_signal_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, half_trained_model):
     # Steps too large for the second signal to come after the first one's stop.
     many = ["grpo.num_prompts_per_step=64", "policy.train_global_batch_size=256", "checkpointing.save_period=1"]
     folder = tmp_path / "run"
@@ -203,8 +228,9 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, h
     assert children
     running.process.send_signal(signal.SIGTERM)
     running.wait_for("stopping after this step")
+    running.process.send_signal(signal.SIGTERM)  # launchers repeat it: no other request
     time.sleep(1.2)
-    running.process.send_signal(signal.SIGTERM)
+    running.process.send_signal(signal.SIGINT)
     assert running.end() == 130, running.output
     assert "stopped at once" in running.output
     assert "Traceback" not in running.output
@@ -213,7 +239,7 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(tmp_path, h
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
-def test_a_signal_in_the_warm_start_keeps_nothing_half_made_and_it_begins_again(tmp_path, stored_rows):
+def test_a_signal_in_the_warm_start_saves_it_and_the_same_command_goes_on_from_there(tmp_path, stored_rows):
     def args(name):
         return [*train_args("embedded:chain-qwen2", tmp_path / name, steps=1), "sft.warm_start=true",
                 "sft.max_num_steps=60", f"sft.warm_start_dir={tmp_path / f'{name}-warm'}"]  # fmt: skip
@@ -222,13 +248,14 @@ def test_a_signal_in_the_warm_start_keeps_nothing_half_made_and_it_begins_again(
     running.wait_for("warm start 6/60")
     running.process.send_signal(signal.SIGTERM)
     assert running.end() == 0, running.output
-    assert "stopped during the warm start" in running.output
+    assert "stopped during the warm start; the same command goes on from there" in running.output
     warm = tmp_path / "cut-warm"
     assert not warm.exists() or not any(warm.iterdir())
     assert not (tmp_path / "cut" / "checkpoints").exists()
     for name in ("cut", "whole"):
         result = exgrpo(*args(name))
         assert result.returncode == 0, result.stderr
+        assert ("of 60 steps are done" in result.stdout) == (name == "cut")
     assert_same_run(tmp_path / "cut", tmp_path / "whole", stored_rows, steps=1)
     ours, theirs = (next((tmp_path / f"{name}-warm").iterdir()) for name in ("cut", "whole"))
     assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
@@ -259,16 +286,23 @@ def test_two_ranks_train_and_only_the_first_speaks(two_ranks):
 
 
 @pytest.mark.distributed
-def test_two_ranks_stop_on_a_signal_to_their_launcher_and_resume_bit_for_bit(
+def test_a_signal_to_the_launcher_of_one_machine_stops_both_and_the_run_goes_on_bit_for_bit(
     tmp_path, half_trained_model, two_ranks, stored_rows
 ):
     args = train_args(half_trained_model, tmp_path / "run", "grpo.val_period=6")
-    running = Running(*args, ranks=2)
-    running.wait_for("step  3/12")
-    running.process.send_signal(signal.SIGTERM)
-    running.end()  # the launcher's own exit code says that it was signalled
-    assert running.output.count("the same command goes on from there") == 1, running.output
-    assert running.output.count("stopping after this step") == 1
+    port = free_port()
+    agents = [Running(command=agent(port, *args)) for _ in range(2)]
+    while not (first := [one for one in agents if any("step  3/12" in line for line in one.lines)]):
+        assert all(one.process.poll() is None for one in agents), [one.output for one in agents]
+        time.sleep(0.002)
+    (drained,) = [one for one in agents if one not in first]  # not that of rank 0
+    drained.process.send_signal(signal.SIGTERM)
+    drained.end()  # the launcher's own exit code says that it was signalled
+    first[0].wait_for("the same command goes on from there")
+    assert "another process of the run was told to stop, so all save and stop" in first[0].output
+    assert first[0].process.poll() is None  # it waits for the other launcher, for five minutes
+    first[0].process.send_signal(signal.SIGTERM)
+    first[0].end()
     result = exgrpo(*args, ranks=2)
     assert result.returncode == 0, result.stderr
     assert "resuming from" in result.stdout
@@ -335,7 +369,7 @@ def test_a_killed_rank_is_named_ends_the_others_soon_and_the_run_resumes(
 
 
 @pytest.mark.distributed
-def test_a_batch_file_trains_on_two_nodes_stops_before_the_time_limit_and_goes_on(
+def test_a_batch_file_trains_on_two_nodes_and_goes_on_after_the_time_limit_and_after_preemption(
     tmp_path, half_trained_model, two_ranks, stored_rows
 ):
     """Slurm's commands are scripts here that start both nodes on this machine; torchrun and all behind it are real."""
@@ -356,9 +390,17 @@ def test_a_batch_file_trains_on_two_nodes_stops_before_the_time_limit_and_goes_o
     assert log.read_text() == f"requeue {os.getpid()}\n"
     assert running.output.count("the same command goes on from there") == 1, running.output
     running = Running(command=["bash", str(job)], more={**slurm, "SLURM_RESTART_COUNT": "1"})
+    running.wait_for("step  6/12")  # and its evaluation begins
+    with log.open("a") as file:
+        file.write(f"preempt {os.getpid()}\n")
+    preempt(running.process.pid)
+    running.end()
+    assert log.read_text().splitlines() == [f"{what} {os.getpid()}" for what in ("requeue", "preempt", "requeue")]
+    assert running.output.count("the same command goes on from there") == 1, running.output
+    running = Running(command=["bash", str(job)], more={**slurm, "SLURM_RESTART_COUNT": "2"})
     assert running.end() == 0, running.output
-    assert running.output.count("resuming from") == 1
-    assert log.read_text().count("requeue") == 1
+    assert running.output.count("step_000006: 6 of 12 steps are done") == 1
+    assert log.read_text().count("requeue") == 2
     assert_same_run(tmp_path / "run", two_ranks[0], stored_rows)
 
 

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, trained_once):
     """The quickstart's warm start and 40 of its steps; the run's folder and what was printed."""
-    return train_quickstart(tmp_path_factory.mktemp("quickstart"))
+    return train_quickstart(tmp_path_factory.mktemp("quickstart"), trained_once / "warm")
 
 
 @pytest.fixture(scope="module")

@@ -148,3 +148,16 @@ def test_megatron_runs_beside_a_package_that_cannot_be_used(
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["False", "False", "False", "True"]
     assert f"transformer-engine 2.20.2 {said}: it is left out, as if it were not installed" in result.stderr
+
+
+def test_without_a_gpu_megatron_does_not_load_the_compiler_of_torch_and_others_still_can(tmp_path: Path):
+    code = """
+import sys
+import exgrpo_megatron.policy.actor
+print("torch._inductor.compile_fx" in sys.modules)
+import torch
+print(torch.compile.__module__, torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
+"""
+    result = run(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["False", "torch 2.0"]

@@ -25,3 +25,8 @@ def test_every_name_in_a_module_is_there():
     for module, name in named:
         package = "" if module.startswith("exgrpo_conversion") else "exgrpo_megatron."
         assert hasattr(importlib.import_module(package + module), name), f"{module}.{name}"
+
+
+def test_every_module_beside_the_packages_is_named():
+    modules = [path.name for path in (ROOT / "exgrpo_megatron").glob("*.py") if not path.name.startswith("__")]
+    assert [name for name in modules if name not in TEXT] == []

@@ -65,8 +65,10 @@ class Family:
 
     @property
     def qkv_bias(self) -> bool:
+        """Whether query, key and value projections have biases."""
         return "self_attention.linear_qkv.bias" in self.layer
 
     @property
     def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised a head."""
         return "self_attention.q_layernorm.weight" in self.layer

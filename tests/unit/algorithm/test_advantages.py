@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import pytest
 import torch
 
@@ -32,6 +35,45 @@ def test_leave_one_out_compares_with_the_mean_of_the_others():
     """By hand: 1 - 1/7 = 6/7 for a correct one, 0 - 2/7 for a wrong one."""
     got = group_advantages(TWO_OF_EIGHT.double(), leave_one_out=True)
     torch.testing.assert_close(got, torch.tensor([[6 / 7] * 2 + [-2 / 7] * 6], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("correct", "of_correct", "of_wrong"),
+    [
+        # By hand, of eight, with NeMo-RL's 1e-6 on the deviation. One correct: the others of it are all 0, so that its
+        # 1 - 0 is not divided; a wrong one sees 1 in 7: mean 1/7, deviation root((1/7 - 1/49) 7/6) = root(1/7).
+        (1, 1.0, -(1 / 7) / (math.sqrt(1 / 7) + 1e-6)),
+        # Two: 1 in 7 and 2 in 7, deviations root(1/7) and root((2/7 - 4/49) 7/6) = root(5/21).
+        (2, (6 / 7) / (math.sqrt(1 / 7) + 1e-6), -(2 / 7) / (math.sqrt(5 / 21) + 1e-6)),
+        # Seven mirror one.
+        (7, (1 / 7) / (math.sqrt(1 / 7) + 1e-6), -1.0),
+    ],
+)
+def test_leave_one_out_divides_by_the_deviation_of_the_others(correct: int, of_correct: float, of_wrong: float):
+    rewards = torch.tensor([[1.0] * correct + [0.0] * (8 - correct)], dtype=torch.float64)
+    got = group_advantages(rewards, normalize=True, leave_one_out=True)
+    want = torch.tensor([[of_correct] * correct + [of_wrong] * (8 - correct)], dtype=torch.float64)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
+
+
+def test_of_two_members_leave_one_out_has_no_deviation_to_divide_by():
+    """The one other has none: NeMo-RL takes its undefined deviation as 0, and divides by no 0."""
+    got = group_advantages(torch.tensor([[1.0, 0.0], [0.25, 1.0]]), normalize=True, leave_one_out=True)
+    assert got.tolist() == [[1.0, -1.0], [-0.75, 0.75]]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_advantages_of_any_rewards_are_those_of_pythons_statistics(normalize: bool, leave_one_out: bool):
+    rewards = torch.rand(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).round(decimals=1)
+    rewards[0] = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.7])  # equal ones whose rounded mean is not theirs
+    got = group_advantages(rewards, normalize=normalize, leave_one_out=leave_one_out)
+    for group, advantages in zip(rewards.tolist(), got.tolist(), strict=True):
+        for member, advantage in enumerate(advantages):
+            compared = group[:member] + group[member + 1 :] if leave_one_out else group
+            deviation = statistics.stdev(compared)
+            divisor = deviation + 1e-6 if normalize and deviation else 1.0
+            assert advantage == pytest.approx((group[member] - statistics.mean(compared)) / divisor, abs=1e-12)
 
 
 def test_groups_do_not_see_each_other():

@@ -88,11 +88,22 @@ def test_the_entropy_weight_is_the_coefficient_over_the_response_tokens_of_the_o
 
 
 def test_advantages_follow_the_recipe(groups: list[Group]):
-    """Two members, one correct: unbiased deviation is sqrt(0.5), so 0.5 / 0.7071; leave-one-out doubles to 1."""
+    """Two members, one correct: unbiased deviation is sqrt(0.5), with 1e-6 added; leave-one-out doubles to 1."""
     normalized = train_sequences(groups, config(grpo={"normalize_rewards": True}), data_parallel_size=1)
-    assert normalized[0].advantage == pytest.approx(0.5**0.5)
+    assert normalized[0].advantage == pytest.approx(0.5 / (0.5**0.5 + 1e-6))
     left_out = train_sequences(groups, config(grpo={"use_leave_one_out_baseline": True}), data_parallel_size=1)
     assert left_out[0].advantage == pytest.approx(1.0)
+
+
+def test_leave_one_out_advantages_do_not_depend_on_the_ranks():
+    """Numbers as in test_advantages.py, whatever rank a member is trained on."""
+    members = [member(1 + i, 1.0 if i < correct else 0.0) for correct in (1, 2) for i in range(8)]
+    groups = [group("one", *members[:8]), group("two", *members[8:])]
+    both = config(grpo={"normalize_rewards": True, "use_leave_one_out_baseline": True})
+    expected = [1.0, *[-0.377963] * 7, *[2.267781] * 2, *[-0.585539] * 6]
+    for data_parallel_size in (1, 2, 4):
+        sequences = train_sequences(groups, both, data_parallel_size=data_parallel_size)
+        assert [sequence.advantage for sequence in sequences] == pytest.approx(expected, abs=1e-6)
 
 
 def test_groups_of_different_sizes_are_refused(groups: list[Group]):

@@ -23,14 +23,19 @@ class KeptOpen:
 
 
 @pytest.fixture
-def exgrpo(capsys, monkeypatch, data_parallel):
-    """Runs a command in this process and the current folder; returns exit code, stdout and stderr."""
+def joined_group(monkeypatch, data_parallel):
+    """What runs in this process joins the process group of the test session."""
 
-    def joined(policy, cluster, seed):
+    def joined(policy, cluster, seed, places):
         distributed._check_cluster(cluster, 1)
         return KeptOpen(data_parallel)
 
     monkeypatch.setattr(distributed, "initialize", joined)
+
+
+@pytest.fixture
+def exgrpo(capsys, monkeypatch, joined_group):
+    """Runs a command in this process and the current folder; returns exit code, stdout and stderr."""
     monkeypatch.setenv("COLUMNS", "160")
 
     def run(*args):

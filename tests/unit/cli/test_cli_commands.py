@@ -53,10 +53,14 @@ def test_more_steps_go_on_from_the_last_and_name_the_change(exgrpo, trained):
 
 def test_metrics_of_a_run_that_cannot_be_resumed_are_kept(exgrpo, trained):
     before = (trained / "run" / "metrics.jsonl").read_text()
-    result = exgrpo("train", "recipe.yaml", "checkpointing.enabled=false", "checkpointing.export_hf=false")
+    off = ("checkpointing.enabled=false", "checkpointing.export_hf=false", "experience.enabled=false")
+    result = exgrpo("train", "recipe.yaml", *off, "experience.shaping_beta=0.2")
     assert result.code == 0
     assert "kept as run/metrics.1.jsonl" in result.out
     assert (trained / "run" / "metrics.1.jsonl").read_text() == before
+    idle = [line for line in result.out.splitlines() if "experience.enabled = false, so these keys" in line]
+    assert len(idle) == 1
+    assert "experience.shaping_beta" in idle[0]
 
 
 def test_eval_shows_a_table_by_category_and_writes_metrics_and_answers(exgrpo, trained):

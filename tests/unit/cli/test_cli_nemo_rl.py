@@ -11,7 +11,6 @@ FILE = Path(__file__).parents[1] / "nemo_rl" / "files" / "examples" / "configs" 
 OVERRIDES = [
     "loss_fn.reference_policy_kl_penalty=0",
     "grpo.max_num_epochs=null",
-    "grpo.use_leave_one_out_baseline=false",
     "grpo.num_prompts_per_step=2",
     "grpo.num_generations_per_prompt=2",
     "grpo.max_num_steps=1",

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from exgrpo_megatron.places import Places
+
 T = TypeVar("T")
 
 
@@ -34,6 +36,7 @@ class ThreadRank:
         self.size, self.members, self.world_size = size, members, size * members
         self.rank, self.member = divmod(process, members)
         self.is_main = process == 0
+        self.places = Places()
 
     def all_gather(self, value: Any) -> list[Any]:
         return self._board.exchange(self._process, value)[:: self.members]

@@ -17,11 +17,10 @@ SMALL = FILES / "grpo_math_1B_megatron.yaml"
 LARGE = FILES / "grpo_math_8B_megatron.yaml"
 QWEN = FILES / "recipes" / "llm" / "grpo-qwen2.5-7b-instruct-4n8g-megatron.yaml"
 
-# What has to be said to each of them: no KL term, no limit of epochs, one way of advantages, files of questions.
+# What has to be said to each of them: no KL term, no limit of epochs, files of questions.
 NEEDED = [
     "loss_fn.reference_policy_kl_penalty=0",
     "grpo.max_num_epochs=null",
-    "grpo.use_leave_one_out_baseline=false",
     "data.train.path=train.jsonl",
     "data.validation.path=held_out.jsonl",
 ]
@@ -47,14 +46,13 @@ def test_a_file_as_published_is_refused_once_with_all_that_would_change_the_resu
         "loss_fn.reference_policy_kl_penalty = 0.01: ExGRPO has no KL term",
         "give loss_fn.reference_policy_kl_penalty=0",
         "grpo.max_num_epochs = 1: ",
-        "grpo.adv_estimator.use_leave_one_out_baseline = true: ",
         "data.train.dataset_name = OpenMathInstruct-2: ",
         "give data.train.path=FILE",
         "data.train.split_validation_size = 0.05: ",
         "data.max_input_seq_length = 4096: 4096 tokens of prompt and 4096 of response",
     ):
         assert text in message
-    assert message.count("\n    give ") == 6
+    assert message.count("\n    give ") == 5
 
 
 def test_the_overrides_that_are_named_make_it_a_recipe():
@@ -64,7 +62,7 @@ def test_the_overrides_that_are_named_make_it_a_recipe():
     assert (grpo.num_prompts_per_step, grpo.num_generations_per_prompt, grpo.max_num_steps) == (32, 16, 1_000_000)
     assert (grpo.normalize_rewards, grpo.use_leave_one_out_baseline, grpo.val_period, grpo.seed) == (
         True,
-        False,
+        True,
         10,
         42,
     )
@@ -143,7 +141,7 @@ def test_a_file_of_questions_is_taken_with_its_columns(tmp_path):
         "  validation: null\n"
         "  default: {dataset_name: ResponseDataset, output_key: solution, processor: math_hf_data_processor}\n",
     )
-    config = load_recipe(path, [*NEEDED[:3], SHORT[1]])
+    config = load_recipe(path, [*NEEDED[:2], SHORT[1]])
     train = config.data.train
     assert (train.path, train.question_key, train.answer_key) == ("mine.jsonl", "problem", "solution")
     assert (config.data.validation, config.data.prompt_template) == (None, "{question}")
@@ -183,6 +181,22 @@ def test_a_forced_ratio_changes_nothing_with_one_optimiser_step():
     forced = "loss_fn.force_on_policy_ratio=true"
     load_recipe(SMALL, [*NEEDED, *SHORT, forced])
     assert "there are 4 optimiser steps a training step" in refusal(LARGE, *NEEDED, *LONG, forced)
+
+
+@pytest.mark.parametrize(
+    ("given", "top_k", "last_n"),
+    [
+        ([], 3, 2),  # as published: 3 by val:accuracy
+        (["keep_top_k=null"], None, 2),
+        (["ft_keep_latest_k=5"], 3, 5),
+        (["metric_name=null"], 1, 3),
+        (["metric_name=null", "ft_keep_latest_k=5"], 1, 5),
+        (["metric_name=null", "ft_keep_latest_k=2"], 1, 3),
+    ],
+)
+def test_the_checkpoints_that_it_keeps_are_kept(given, top_k, last_n):
+    kept = load_recipe(SMALL, [*NEEDED, *SHORT, *(f"checkpointing.{override}" for override in given)]).checkpointing
+    assert (kept.keep_top_k, kept.keep_last_n) == (top_k, last_n)
 
 
 def test_what_is_nemo_rls_and_what_is_ours():

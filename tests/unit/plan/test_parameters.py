@@ -22,6 +22,7 @@ PUBLISHED = {
     "models/Qwen2.5-Math-1.5B-16k": 1_543_714_304,  # of Qwen2.5-Math-1.5B: positions are no parameters
     "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
     "Elliott/Qwen2.5-Math-7B-16k-think": 7_615_616_512,
+    "Qwen/Qwen2-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,

@@ -7,7 +7,7 @@ import pytest
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.plan.known_models import find_architecture
 from exgrpo_megatron.plan.planner import GIB, Plan, check_fits, make_plan
-from exgrpo_megatron.recipe import load_recipe
+from exgrpo_megatron.recipe import derived_table, load_recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 # GPUs, and the most of one in docs/recipes.md, in GiB.
@@ -21,6 +21,16 @@ MANY_GPUS = {
     "llama_3.1_8b_16gpu": (16, 68),
     "qwen2.5_32b_32gpu": (32, 70),
     "llama_3.1_70b_64gpu": (64, 71),
+}
+
+PAPERS_TABLE = {
+    "questions a step": "128, of which at most 64 replayed",
+    "answers a question (K)": "8; a replayed question samples one less",
+    "sequences trained a step": "1024",
+    "rollouts a step": "1024 without replay, at least 960 with it",
+    "sequences an optimiser step": "512",
+    "optimiser steps a step": "2",
+    "optimiser steps in all": "1400",
 }
 
 
@@ -80,6 +90,24 @@ def test_their_batch_is_the_papers(name):
     assert config.max_replayed_per_step == 64
     # 0.35 as in the paper's main run, but no delay for the weakest model.
     assert config.experience.start_pass_rate == (None if name == "llama_3.1_8b_8gpu" else 0.35)
+
+
+@pytest.mark.parametrize("name", MANY_GPUS)
+def test_the_table_of_their_numbers_is_the_papers_batch(name):
+    """128 questions by 8 answers, half of the questions replayed, in two optimiser steps; a replayed one samples 7."""
+    table = dict(derived_table(load_recipe(RECIPES / f"{name}.yaml")))
+    assert {key: table[key] for key in PAPERS_TABLE} == PAPERS_TABLE
+
+
+@pytest.mark.parametrize("name", MANY_GPUS)
+def test_a_recipe_for_many_gpus_says_its_devices_and_what_the_paper_has_of_it(name):
+    text = (RECIPES / f"{name}.yaml").read_text()
+    gpus, machines = MANY_GPUS[name][0], {1: "one machine", 2: "two machines", 4: "four machines", 8: "eight machines"}
+    devices = "one GPU" if gpus == 1 else f"{machines[gpus // 8]} with 8 GPUs"
+    assert f" on {devices} of 80 GB" in text.partition("\n#\n")[0].replace("\n# ", " ")
+    paper = text.partition("# Paper:  ")[2]
+    own = not name.endswith(("32b_32gpu", "70b_64gpu"))
+    assert paper.startswith("over its five models" if own else "arXiv:2510.02245 has no run of this model")
 
 
 def test_the_prompt_of_the_base_model_asks_for_a_box():

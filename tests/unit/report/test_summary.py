@@ -71,6 +71,18 @@ def test_a_run_without_held_out_questions_says_how_to_get_a_pass_rate():
     assert any("no held-out questions: set data.validation" in line for line in summary(before={}, after={}))
 
 
+def test_sets_in_training_have_a_table_of_their_own():
+    before, after = {"validation/avg/aime24": 0.125}, {"validation/avg/aime24": 0.5, "validation/avg/amc": 1.0}
+    lines = summary(before=before, after=after)
+    rows = [line.strip("│ ").split() for line in lines]
+    assert ["aime24", "12.5%", "50.0%"] in rows
+    assert ["amc", "-", "100.0%"] in rows
+    assert not any("held-out" in line for line in lines)
+    lines = summary(before={**BEFORE, **before}, after={**AFTER, **after})
+    assert any("held-out pass rate" in line for line in lines)
+    assert ["aime24", "12.5%", "50.0%"] in [line.strip("│ ").split() for line in lines]
+
+
 def test_an_evaluation_after_training_alone_is_not_shown_as_the_one_before():
     trained, last = {"step": 1, "reward/pass_rate": 0.5}, {"step": 2, **AFTER}
     assert before_and_after([trained, last]) == ({}, last)
@@ -95,3 +107,14 @@ def test_alarms_and_guards_of_the_run_are_told_at_its_end():
     ]
     assert set(health) <= set(summary(health=health))
     assert health_lines([{"step": 1, "alarm/min_data_left": 0, "guards/crossings": 0, "guards/held": 0}]) == []
+
+
+def test_a_run_in_which_replay_never_began_says_how_near_it_came():
+    on_policy = {"experience/replay_on": 0, "reward/pass_rate_fresh": 0.9}
+    waiting = [{**on_policy, "step": step, "freshness/data_left": 1.0} for step in (1, 2)]
+    waiting[0]["reward/pass_rate_fresh"] = 0.25
+    assert health_lines([on_policy]) == []  # experience.enabled = false
+    assert health_lines(waiting) == [
+        "replay: in none of 2 steps; the pass rate of new questions was 0.900 at most (docs/troubleshooting.md, Replay)"
+    ]
+    assert health_lines([*waiting, {**waiting[1], "experience/replay_on": 1}]) == []

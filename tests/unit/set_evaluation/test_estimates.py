@@ -5,8 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from exgrpo_megatron.config import EvalConfig
-from exgrpo_megatron.set_evaluation.estimates import (
+from exgrpo_megatron.algorithm.estimates import (
     bootstrap_means,
     bootstrap_seed,
     estimate,
@@ -14,6 +13,7 @@ from exgrpo_megatron.set_evaluation.estimates import (
     majority_at_k,
     pass_at_k,
 )
+from exgrpo_megatron.config import EvalConfig
 from exgrpo_megatron.set_evaluation.results import group_averages, markdown, set_result
 
 

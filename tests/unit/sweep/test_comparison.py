@@ -10,7 +10,7 @@ import pytest
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.report.seeds import Curve
 from exgrpo_megatron.sweep.comparison import Level, columns_of, known_metric, parse_level
-from exgrpo_megatron.sweep.tables import Findings, Missing, as_csv, as_json, markdown, write_findings
+from exgrpo_megatron.sweep.tables import Findings, Missing, NeverReplayed, as_csv, as_json, markdown, write_findings
 
 T1 = "validation/pass_rate_t1"
 
@@ -102,6 +102,14 @@ def test_the_table_has_one_row_an_arm_and_names_what_is_in_no_number():
     assert lines[2] == "| grpo | 2 of 2 | 0.200 ± 1.271 | - | 1 of 2 (67) | - | 4 |"
     assert lines[3] == "| replay | 2 of 2 | 0.600 ± 1.271 | +0.400 ± 0.000 | 34 ± 73 | - | 9 |"
     assert lines[-1] == "- replay, seed 3: failed: exit code 2: error: x (out/replay/seed-3.log)"
+
+
+def test_runs_with_experience_in_which_replay_never_began_are_named_below_the_table_and_in_the_json():
+    told = findings(never_replayed=[NeverReplayed("replay", 2, "in none of 9 steps")], missing=[])
+    assert markdown(told).splitlines()[-3:] == [
+        "With experience, but without replay:", "", "- replay, seed 2: in none of 9 steps",
+    ]  # fmt: skip
+    assert json.loads(as_json(told))["never_replayed"] == [{"arm": "replay", "seed": 2, "told": "in none of 9 steps"}]
 
 
 def test_the_csv_has_a_line_an_arm_and_column_with_full_digits():

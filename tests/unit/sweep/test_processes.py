@@ -1,6 +1,8 @@
 """Processes of runs: how many at a time, with what, and what becomes of them when a signal comes."""
 
+import fcntl
 import os
+import signal
 import sys
 import time
 
@@ -50,14 +52,14 @@ class Journal:
         return most
 
 
-def go(runs, script, jobs=1, devices=(), journal=None, stop=None):
+def go(runs, script, jobs=1, devices=(), journal=None, stop=None, held=()):
     """Runs a Python script for each run; `{seed}`, `{folder}` and `{log_dir}` are filled in."""
     journal, stop = journal or Journal(), stop or StopSignal()
 
     def command(run):
         return [sys.executable, "-c", script.format(seed=run.seed, folder=run.folder)]
 
-    run_all(runs, jobs, devices, stop, command, began=journal.began, ended=journal.ended)
+    run_all(runs, jobs, devices, stop, command, began=journal.began, ended=journal.ended, held=held)
     return journal
 
 
@@ -103,7 +105,16 @@ time.sleep(0.6)
     assert begun[2] - begun[1] > 0.4
     assert begun[3] - begun[2] < 0.4
     assert journal.most_at_once() > 1
-    assert go(runs(3), "", jobs=3).most_at_once() == 3
+
+
+def test_runs_without_a_warm_start_begin_together(runs):
+    script = """
+import pathlib, time
+pathlib.Path("{folder}").mkdir()
+while sum(path.is_dir() for path in pathlib.Path("{folder}").parent.iterdir()) < 3:
+    time.sleep(0.01)
+"""
+    assert go(runs(3), script, jobs=3).most_at_once() == 3
 
 
 def test_after_a_signal_nothing_begins_and_what_goes_on_is_told(runs):
@@ -144,3 +155,49 @@ def test_no_process_is_left_behind_by_an_error(runs):
     pid = int(chosen[0].log.read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent is gone")
+def test_a_killed_sweep_stops_its_runs_and_its_lock_is_free_when_they_have_saved(runs, tmp_path):
+    script = """
+import pathlib, signal, sys, time
+def save(*_):
+    print("saves", flush=True)
+    while not pathlib.Path("{folder}").exists():
+        time.sleep(0.01)
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    (only,) = runs(1)
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep = os.fork()
+        if sweep == 0:
+            go([only], script, held=[lock.fileno()])
+            os._exit(0)
+    until(lambda: only.log.exists() and "ready" in only.log.read_text())
+    os.kill(sweep, signal.SIGKILL)
+    os.waitpid(sweep, 0)
+    until(lambda: "saves" in only.log.read_text())
+    with (tmp_path / "lock").open("w") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        only.folder.mkdir()  # what the process waits for
+        until(lambda: is_free(lock))
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_free(lock):
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

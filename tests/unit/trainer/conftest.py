@@ -61,7 +61,7 @@ class StopAfter(SilentReporter):
         self.done += 1
         self.on_step(self.done)
         self.left -= 1
-        self.stop.requested = self.left == 0
+        self.stop.requested |= self.left == 0
 
     def note(self, text):
         self.notes.append(text)
@@ -70,17 +70,18 @@ class StopAfter(SilentReporter):
 def answers(question_id, samples, version):
     """Right answers of changing form, one at first and two from version 3 of the weights on; the rest wrong."""
     good = [right(question_id, version % 3), right(question_id, (version + 1) % 3)][: 1 + (version >= 3)]
-    return [*good, *[wrong(question_id)] * (samples - len(good))]
+    return [*good, *[wrong(question_id)] * (samples - len(good))][:samples]
 
 
 @pytest.fixture
 def run_steps(monkeypatch, data_parallel):
     """Runs a recipe for a number of steps (resuming if it can); returns the run and what it noted.
 
-    `on_step` gets the number of each step of this run that is done, before anything is saved.
+    `stop` may ask for an earlier end; `on_step` gets the number of each step of this run that is done, before anything
+    is saved.
     """
 
-    def run(config, steps, on_step=lambda number: None):
+    def run(config, steps, on_step=lambda number: None, stop=None):
         inputs = build.load_inputs(config, data_parallel)
 
         def engine_of(*_):
@@ -90,7 +91,7 @@ def run_steps(monkeypatch, data_parallel):
             return engine
 
         monkeypatch.setattr(build, "build_engine", engine_of)
-        stop = StopSignal()
+        stop = stop or StopSignal()
         reporter = StopAfter(stop, steps, on_step)
         training = TrainingRun(config, inputs, inputs.model_dir, data_parallel, reporter)
         training.run(stop)

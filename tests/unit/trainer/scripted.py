@@ -140,8 +140,16 @@ def token_ids(trainer: Trainer, text: str) -> TokenIds:
 
 def logprobs_at_ratio(trainer: Trainer, question: Question, ids: TokenIds, ratio: float) -> Logprobs:
     """Denominators that give every token of the response the ratio w = `ratio` under the policy as it is now."""
-    scored = trainer.parts.policy.score([(question.prompt_ids, ids)], trainer.parts.sampling.temperature)[0]
-    return scored.logprobs - np.float32(np.log(ratio))
+    return all_logprobs_at_ratio(trainer, question, [ids], ratio)[0]
+
+
+def all_logprobs_at_ratio(
+    trainer: Trainer, question: Question, responses: Sequence[TokenIds], ratio: float
+) -> list[Logprobs]:
+    """`logprobs_at_ratio` of several responses, scored together."""
+    pairs = [(question.prompt_ids, ids) for ids in responses]
+    scored = trainer.parts.policy.score(pairs, trainer.parts.sampling.temperature)
+    return [each.logprobs - np.float32(np.log(ratio)) for each in scored]
 
 
 def plant(
@@ -157,9 +165,10 @@ def plant(
     responses += responses[:1] * (k - len(responses))
     rewards = [1.0] * len(responses) + [0.0] * (size - len(responses))
     responses += [token_ids(trainer, wrong(question_id))] * (size - len(responses))
+    recorded = all_logprobs_at_ratio(trainer, question, responses, ratio)
     members = [
-        Trajectory(ids, logprobs_at_ratio(trainer, question, ids, ratio), reward, False, "stop", 0)
-        for ids, reward in zip(responses, rewards, strict=True)
+        Trajectory(ids, logprobs, reward, False, "stop", 0)
+        for ids, logprobs, reward in zip(responses, recorded, rewards, strict=True)
     ]
     trainer.parts.experience.record([Group(question, tuple(members))], step=0, collect=True)
 

@@ -9,6 +9,7 @@ from scripted import build_trainer, plant, right, token_ids, wrong
 
 from exgrpo_megatron.config import (
     VARIANTS,
+    ClusterConfig,
     DemonstrationsConfig,
     ExperienceConfig,
     GRPOConfig,
@@ -185,6 +186,10 @@ NOT_OF_A_STEP = {
     "experience.solved_above",
     # test_off_policy_groups.py
     "repo.enabled",
+    # test_policy_groups.py, and of a hang test_hang.py and test_hang_process.py
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+    "cluster.hang_timeout_s",
 }
 
 
@@ -256,6 +261,7 @@ def test_every_key_of_the_algorithm_is_here():
         "demonstrations": DemonstrationsConfig,
         "experience.replay_step": ReplayStepConfig,
         "repo": RepoConfig,
+        "cluster": ClusterConfig,
     }
     keys = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     assert keys | set(VARIANTS) <= {key for key, _, _ in CASES} | NOT_OF_A_STEP

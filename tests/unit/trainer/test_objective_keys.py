@@ -347,7 +347,8 @@ def test_long_answers_lose_reward_but_stay_correct(make):
     ("keys", "factor"),
     [
         ({}, 1.0),
-        # The unbiased deviation of 1 1 0 0 is root(1/3); the mean of the other three is 4/3 as far away.
+        # The unbiased deviation of 1 1 0 0 is root(1/3); the mean of the other three is 4/3 as far away,
+        # and their deviation, of 1 0 0 or 1 1 0, is root(1/3) as well.
         ({"normalize_rewards": True}, math.sqrt(3)),
         ({"use_leave_one_out_baseline": True}, 4 / 3),
         ({"normalize_rewards": True, "use_leave_one_out_baseline": True}, 4 / 3 * math.sqrt(3)),

@@ -202,6 +202,46 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, data_parallel):
     assert store.best() == store.folder / "step_000002"
 
 
+@pytest.mark.parametrize(
+    ("keys", "kept", "best"),
+    [
+        # Rates by step: 1 .2, 2 .9, 3 .5, 4 .9, 5 none, 6 .1. Of equal ones the newer is better; step 6 is the newest.
+        ({}, [4, 6], 4),
+        ({"keep_top_k": 3}, [2, 3, 4, 6], 4),
+        ({"keep_top_k": 2, "higher_is_better": False}, [1, 6], 6),
+        ({"keep_top_k": 2, "metric_name": "validation/pass_rate_t1"}, [6], None),
+        ({"keep_top_k": None}, [1, 2, 3, 4, 5, 6], 4),
+    ],
+)
+def test_the_best_k_checkpoints_are_kept_by_the_named_metric(tmp_path, data_parallel, keys, kept, best):
+    config = make_config(tmp_path, checkpointing={"keep_last_n": 1, **keys}).checkpointing
+    store = CheckpointStore(tmp_path / "checkpoints", config, data_parallel)
+    for step, rate in enumerate((0.2, 0.9, 0.5, 0.9, None, 0.1), start=1):
+        metrics = {} if rate is None else {"validation/pass_rate_greedy": rate}
+        store.save(step, {**dict.fromkeys(STATE_KEYS), "step": step, "metrics": metrics}, lambda folder: [])
+    assert [int(path.name[5:]) for path in store.whole()] == kept
+    assert store.best() == (best and store.folder / f"step_{best:06d}")
+
+
+def test_the_best_checkpoint_survives_a_resume(tmp_path, run_steps):
+    """Two steps, a stop, and two more, of whose answers the script changes the length: the longest is looked for."""
+    kept = {"export_hf": False, "save_period": 1, "keep_last_n": 1, "metric_name": "validation/response_length"}
+    held_out = {"validation": {"path": str(tmp_path / "questions.jsonl"), "id_key": "id"}}
+    config = make_config(tmp_path, checkpointing=kept, grpo={"val_period": 1}, data=held_out)
+    run_steps(config, 2)
+    resumed, _ = run_steps(config, 2)
+    by_step = {
+        int(record["step"]): record["validation/response_length"]
+        for record in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if record["step"]
+    }
+    # Styles 1, 2, 0, 1: one line of working more, two, none, one.
+    best = max(by_step, key=by_step.__getitem__)
+    assert (sorted(by_step), best) == ([1, 2, 3, 4], 2)
+    assert [int(path.name[5:]) for path in resumed.store.whole()] == sorted({best, 4})
+    assert resumed.store.best() == resumed.store.at(best)
+
+
 def test_the_log_folder_may_not_lie_among_the_checkpoints(tmp_path, data_parallel):
     inside = {"checkpoint_dir": str(tmp_path / "c")}, {"log_dir": str(tmp_path / "c" / "step_000001")}
     config = make_config(tmp_path, checkpointing=inside[0], logger=inside[1])

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from exgrpo_megatron.algorithm.chance import stable_seed
+from exgrpo_megatron.config import EvalSetConfig
 
 Values = NDArray[np.float64]
 LEVEL = 0.95
@@ -54,6 +56,23 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
     most = max(map(len, votes.values()))
     tied = [np.mean(rights) for rights in votes.values() if len(rights) == most]
     return float(np.mean(tied))
+
+
+def question_values(config: EvalSetConfig, answers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Values]:
+    """avg@k, pass@k and, of several samples, maj@k of every question, by name and in this order.
+
+    `answers`: of each question all samples, as rows with `correct` and `extracted`.
+    """
+    n = config.num_samples
+    right = np.array([[row["correct"] for row in group] for group in answers], dtype=np.float64)
+    counts = right.sum(axis=1).astype(int).tolist()
+    values: dict[str, Values] = {f"avg@{n}": right.mean(axis=1)}
+    for k in config.pass_ks:
+        values[f"pass@{k}"] = np.array([pass_at_k(n, c, k) for c in counts])
+    if n > 1:
+        votes = [([row["extracted"] for row in group], [row["correct"] for row in group]) for group in answers]
+        values[f"maj@{n}"] = np.array([majority_at_k(texts, rights) for texts, rights in votes])
+    return values
 
 
 def bootstrap_means(values: Mapping[str, Values], num_resamples: int, seed: int) -> dict[str, Values]:

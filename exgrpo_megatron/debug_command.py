@@ -1,0 +1,127 @@
+"""`exgrpo debug`: what was kept of a bad step, and its losses computed again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from exgrpo_megatron import build
+from exgrpo_megatron.comm import Communicator
+from exgrpo_megatron.config import Config
+from exgrpo_megatron.debug.files import BadStep, KeptUpdate, read_bad_step
+from exgrpo_megatron.debug.recompute import loss_of
+from exgrpo_megatron.debug.watch import WEIGHTS
+from exgrpo_megatron.recipe import load_recipe
+from exgrpo_megatron.types import UpdateResult
+
+_ONE_PROCESS = (
+    "policy.megatron_cfg.tensor_model_parallel_size=1",
+    "policy.megatron_cfg.pipeline_model_parallel_size=1",
+    "policy.megatron_cfg.context_parallel_size=1",
+    "policy.megatron_cfg.sequence_parallel=false",
+    "cluster.num_nodes=null",
+    "cluster.gpus_per_node=null",
+    # No optimiser step is taken: all of them have the weights as they are.
+    "policy.skip_grad_norm_above=1e-300",
+)
+MAX_SHOWN = 5
+"""Sequences with the largest ratios that are shown of an optimiser step."""
+
+
+def replay_recipe(folder: Path) -> Config:
+    """The recipe of the run, for one process that computes losses and gradients and changes nothing."""
+    return load_recipe(folder / "recipe.yaml", _ONE_PROCESS)
+
+
+def show_bad_step(folder: Path) -> None:
+    """Print it; raises DataError for another folder."""
+    step, console = read_bad_step(folder), Console()
+    console.print(f"step {step.step}: {'; '.join(step.reasons)}", soft_wrap=True, highlight=False, markup=False)
+    if step.missing_ranks:
+        console.print(f"nothing of ranks {', '.join(map(str, step.missing_ranks))}", highlight=False)
+    if step.traceback:
+        console.print(step.traceback, soft_wrap=True, highlight=False, markup=False)
+    console.print(_table(step, {}))
+    for number, update in enumerate(step.updates, 1):
+        for line in _largest_ratios(update):
+            console.print(f"optimiser step {number}: {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def replay_bad_step(folder: Path, model: Path | None, config: Config, comm: Communicator) -> None:
+    """Print the losses and gradient norms of its optimiser steps, computed anew with the weights of `model`, or with
+    those in the folder."""
+    step = read_bad_step(folder)
+    results = replayed(step, model or folder / WEIGHTS, config, comm)
+    Console().print(_table(step, results))
+    applied = [update.version for update in step.updates if update.version != step.weights_version]
+    if model is None and applied:
+        Console().print(
+            f"the weights kept are of version {step.weights_version}: an optimiser step on earlier ones "
+            f"(version {', '.join(map(str, applied))}) had another loss",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def replayed(step: BadStep, model: Path, config: Config, comm: Communicator) -> dict[int, UpdateResult]:
+    """By its number, every optimiser step computed again from the tokens by the actor of `config` (see
+    `replay_recipe`); none is applied.
+
+    Raises:
+        ConfigError, ModelFolderError: `model` is no Hugging Face folder of the recipe's kind of model.
+    """
+    build.read_architecture(model, "--model")
+    actor = build.build_rl_actor(config, model, comm)
+    return {
+        number: actor.update(
+            update.sequences,
+            update.objective,
+            temperature=update.temperature,
+            micro_batch_entropy_coeff=update.micro_batch_entropy_coeff,
+        )
+        for number, update in enumerate(step.updates)
+    }
+
+
+def _table(step: BadStep, results: dict[int, UpdateResult]) -> Table:
+    table = Table(title=str(step.folder), title_justify="left", box=None, pad_edge=False)
+    columns = ["optimiser step", "sequences", "replayed", "weights", "loss", "norm", "skipped"]
+    for name in [*columns, *(["loss again", "norm again"] if results else ["loss from log-probs"])]:
+        table.add_column(name, justify="right")
+    for number, update in enumerate(step.updates):
+        result = results.get(number)
+        again = [_shown(loss_of(update))] if result is None else [_shown(result.loss), _shown(result.grad_norm)]
+        table.add_row(
+            str(number + 1),
+            str(len(update.sequences)),
+            str(sum(sequence.replayed for sequence in update.sequences)),
+            f"version {update.version}",
+            _shown(update.loss),
+            _shown(update.grad_norm),
+            "raised" if update.skipped is None else "yes" if update.skipped else "no",
+            *again,
+        )
+    return table
+
+
+def _largest_ratios(update: KeptUpdate) -> list[str]:
+    """The sequences that have the largest or no finite ratio, with where and what they are."""
+    peaks = [float(np.nan_to_num(row, nan=math.inf).max(initial=-math.inf)) for row in update.log_ratio]
+    lines = []
+    for place in sorted(range(len(peaks)), key=lambda place: -peaks[place])[:MAX_SHOWN]:
+        sequence, origin = update.sequences[place], update.origins[place]
+        token = int(np.argmax(np.nan_to_num(update.log_ratio[place], nan=math.inf)))
+        kind = "stored" if sequence.replayed else "new"
+        lines.append(
+            f"log-ratio {update.log_ratio[place][token]:.4g} at token {token} of {len(sequence.response_ids)}, {kind} "
+            f"answer to question {origin.question_id!r}, advantage {sequence.advantage:.4g}: {origin.answer[:100]!r}"
+        )
+    return lines
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.9g}"

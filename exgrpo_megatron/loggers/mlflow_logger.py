@@ -1,0 +1,123 @@
+"""A run in MLflow. The only module that imports mlflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+# A run tells nobody how it uses MLflow, least of all one that keeps its metrics in a file; read when it is imported.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+import mlflow
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+
+from exgrpo_megatron.config import MLflowConfig
+from exgrpo_megatron.loggers.protocol import Ended, LoggerError, RunFacts
+from exgrpo_megatron.metrics import AnswerRow
+
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table that it makes
+_STATUS = {Ended.finished: "FINISHED", Ended.stopped: "KILLED", Ended.failed: "FAILED"}
+_METRICS_A_CALL, _PARAMS_A_CALL, _PARAM_LENGTH = 1000, 100, 6000
+"""What MLflow takes at most."""
+_NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
+
+T = TypeVar("T")
+
+
+class MlflowLogger:
+    """One run of MLflow."""
+
+    def __init__(self, facts: RunFacts, run_id: str | None) -> None:
+        """Begin a run, or go on with that of `run_id`; raises LoggerError where MLflow cannot."""
+        chosen = facts.logger.mlflow
+        uri = _tracking_uri(chosen, facts.folder)
+        try:
+            self._client = mlflow.MlflowClient(tracking_uri=uri)
+            self.run_id = self._found(run_id) or self._begun(facts, uri)
+            self._describe(facts, new=self.run_id != run_id)
+        except (MlflowException, OSError) as error:
+            raise LoggerError(str(error)) from error
+        self.where = f"run {self.run_id} of {uri}"
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [Metric(_NOT_IN_NAMES.sub("_", name), float(value), now, step) for name, value in values.items()]
+        for some in _portions(metrics, _METRICS_A_CALL):
+            self._client.log_batch(self.run_id, metrics=some)
+
+    def answers(self, step: int, rows: Sequence[AnswerRow]) -> None:
+        lines = [json.dumps(asdict(row), ensure_ascii=False) for row in rows]
+        self._client.log_text(self.run_id, "\n".join(lines) + "\n", f"answers/step_{step:06d}.jsonl")
+
+    def finish(self, summary: Mapping[str, float | str], files: Sequence[Path]) -> None:
+        self._client.log_dict(self.run_id, dict(summary), "summary.json")
+        for path in files:
+            self._client.log_artifact(self.run_id, str(path))
+
+    def close(self, ended: Ended) -> None:
+        self._client.set_terminated(self.run_id, _STATUS[ended])
+
+    def _found(self, run_id: str | None) -> str | None:
+        if run_id is None:
+            return None
+        self._client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def _begun(self, facts: RunFacts, uri: str) -> str:
+        chosen = facts.logger.mlflow
+        found = self._client.get_experiment_by_name(chosen.experiment_name)
+        if found:
+            experiment = found.experiment_id
+        else:
+            # Beside a database in the run's folder; a server has a place of its own.
+            beside = (facts.folder / "mlflow_artifacts").absolute().as_uri() if uri == _own_uri(facts.folder) else None
+            experiment = self._client.create_experiment(
+                chosen.experiment_name, artifact_location=chosen.artifact_location or beside
+            )
+        name = (chosen.run_name or facts.name) + facts.suffix
+        return str(self._client.create_run(experiment, run_name=name).info.run_id)
+
+    def _describe(self, facts: RunFacts, *, new: bool) -> None:
+        """Recipe, versions and files. Parameters of MLflow never change: a resumed run adds those that are new, and
+        recipe.yaml is the one in force."""
+        params = dict(_flat(facts.recipe, ""))
+        known = {} if new else self._client.get_run(self.run_id).data.params
+        fresh = [Param(name, text[:_PARAM_LENGTH]) for name, text in params.items() if name not in known]
+        tags = [RunTag(f"made_with.{name}", value) for name, value in facts.made_with.items()]
+        for some in _portions(fresh, _PARAMS_A_CALL):
+            self._client.log_batch(self.run_id, params=some)
+        self._client.log_batch(self.run_id, tags=tags)
+        for path in facts.files:
+            self._client.log_artifact(self.run_id, str(path))
+
+
+def _tracking_uri(config: MLflowConfig, folder: Path) -> str:
+    if config.tracking_uri is not None:
+        return config.tracking_uri
+    return str(mlflow.get_tracking_uri()) if mlflow.is_tracking_uri_set() else _own_uri(folder)
+
+
+def _own_uri(folder: Path) -> str:
+    return f"sqlite:///{(folder / 'mlflow.db').absolute()}"
+
+
+def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """Dotted keys with their values as JSON, text as it is."""
+    for name, value in section.items():
+        key = _NOT_IN_NAMES.sub("_", f"{prefix}{name}")
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield key, value if isinstance(value, str) else json.dumps(value)
+
+
+def _portions(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    return (list(items[start : start + size]) for start in range(0, len(items), size))
