@@ -43,9 +43,9 @@ def load(tmp_path, tokenizer, rows, seed=1, **keys):
         ),
         ({"question": "2+2?", "answer": 4}, {}, "2+2?", "4"),
         (
-            {"question": "Größer?", "options": ["α ≤ β", "„zwei“", "三"], "answer": "三"},
+            {"question": "Größer?", "options": ["β ≤ δ", "„zwei“", "三"], "answer": "三"},
             {**LETTERED, "answer_form": "text"},
-            "Größer?\n\nA. α ≤ β\nB. „zwei“\nC. 三",
+            "Größer?\n\nA. β ≤ δ\nB. „zwei“\nC. 三",
             "C",
         ),
         (
