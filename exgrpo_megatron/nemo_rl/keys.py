@@ -187,6 +187,7 @@ _REST: dict[str, Row] = {
     ),
     "cluster.gpus_per_node": same(),
     "cluster.num_nodes": same(),
+    "cluster.hang_timeout_s": same(),
     "cluster.*": left("placement is the launcher's"),
     "data_plane.*": left(ENGINE),
 }

@@ -12,6 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from troubles import Place, error_of, trouble, trouble_of_a_run
 
 from exgrpo_megatron.errors import LostRankError
+from exgrpo_megatron.hang import Lookout
+from exgrpo_megatron.places import Places
 from exgrpo_megatron.process import _lost_rank
 
 TO_STEP_3 = ("train", "recipe.yaml", "grpo.max_num_steps=3")
@@ -101,6 +103,20 @@ def rank_killed(place: Place) -> str:
 def rank_elsewhere(place: Place) -> str:
     place.patch.setattr("exgrpo_megatron.process._DEATH_S", 0.0)
     return lost()
+
+
+@trouble
+def stands_still(place: Place) -> str:
+    """Rank 1 grades, rank 0 has done so; one look at each, and a tenth of the limit between two judgements."""
+    del place
+    shared, ranks = torch.distributed.HashStore(), (Places(), Places())
+    lookouts = [Lookout(places, lambda: shared, rank, 2, 1800.0) for rank, places in enumerate(ranks)]
+    with ranks[1].inside("step 31: reward"), ranks[0].inside("step 31: reward"), ranks[0].inside("gathering"):
+        for _ in range(300):
+            verdicts = [lookout.look(lookout.beat_s) for lookout in lookouts]
+            if verdicts[0]:
+                return f"error: {verdicts[0].text}"
+    raise AssertionError("nothing was found")
 
 
 def store(port: int, *, first: bool) -> torch.distributed.TCPStore:
