@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from exgrpo_megatron.algorithm.chance import stable_seed
+from exgrpo_megatron.algorithm.chance import stable_seeds
 from exgrpo_megatron.comm import all_gather_concat, in_order
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.rewards.verifier import Verdict
@@ -47,11 +47,10 @@ class GradedRollouts:
 
     def _request(self, slot: Slot, step: int) -> SampleRequest:
         replayed = slot.stored is not None
-        seeds = (
-            stable_seed(self.config.grpo.seed, step, slot.question.id, replayed, index)
-            for index in range(self.config.grpo.num_generations_per_prompt - replayed)
+        count = self.config.grpo.num_generations_per_prompt - replayed
+        return SampleRequest(
+            slot.question.prompt_ids, stable_seeds(count, self.config.grpo.seed, step, slot.question.id, replayed)
         )
-        return SampleRequest(slot.question.prompt_ids, tuple(seeds))
 
     def _grade(self, groups: list[Group]) -> list[tuple[Group, list[Verdict]]]:
         """The groups with rewards, each with the verdicts of its new answers."""
@@ -64,9 +63,7 @@ class GradedRollouts:
         graded = []
         for group in groups:
             pairs = [(member, next(verdicts)) for member in group.trajectories]
-            rewarded = tuple(
-                replace(member, reward=verdict.reward, passed=verdict.correct) for member, verdict in pairs
-            )
+            rewarded = tuple([member.graded(verdict.reward, verdict.correct) for member, verdict in pairs])
             graded.append(
                 (Group(group.question, rewarded), [verdict for member, verdict in pairs if not member.replayed])
             )
@@ -96,10 +93,10 @@ class GradedRollouts:
 
 
 def _group(slot: Slot, responses: list[SampledResponse]) -> Group:
-    new = (
+    new = [
         Trajectory(response.token_ids, response.logprobs, 0.0, False, response.stop_reason, response.policy_version)
         for response in responses
-    )
+    ]
     return Group(slot.question, (*new, *_replayed_member(slot.stored)))
 
 

@@ -150,8 +150,7 @@ def step_events(parts: Parts, record: StepRecord) -> list[Event]:
 
 def pass_rate(groups: list[Group]) -> float:
     """Share of correct members over all groups, replayed members included."""
-    members = [member for group in groups for member in group.trajectories]
-    return sum(member.correct for member in members) / len(members)
+    return sum([group.num_correct for group in groups]) / sum([group.size for group in groups])
 
 
 def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
@@ -178,11 +177,12 @@ def _new_answers(groups: list[Group]) -> list[Trajectory]:
 
 def _reward_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     fresh = _new_answers(record.groups)
-    penalties = [length_penalty(len(member.token_ids), config) for member in fresh]
+    shaped = config.grpo.reward_shaping.enabled
+    penalties = [length_penalty(len(member.token_ids), config) for member in fresh] if shaped else []
     return {
-        **({"reward/length_penalty": float(np.mean(penalties))} if config.grpo.reward_shaping.enabled else {}),
+        **({"reward/length_penalty": float(np.mean(penalties))} if shaped else {}),
         "reward/pass_rate": pass_rate(record.groups),
-        "reward/pass_rate_fresh": sum(member.correct for member in fresh) / len(fresh),
+        "reward/pass_rate_fresh": sum([member.correct for member in fresh]) / len(fresh),
         **({"reward/mean": float(np.mean([member.reward for member in fresh]))} if config.env.reward_function else {}),
         **{f"reward/{status}": count for status, count in verdict_counts(record.verdicts).items()},
     }

@@ -1,8 +1,12 @@
-"""The vocabulary of the training loop: question, trajectory, group, and what the policy trains on."""
+"""The vocabulary of the training loop: question, trajectory, group, and what the policy trains on.
+
+Nothing of it is ever changed. What a step makes by the thousand is not `frozen`, which would take five times as long.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -32,7 +36,7 @@ class Question:
     """Difficulty or topic by which pass rates are also reported."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StoredAnswer:
     """A correct answer kept for replay."""
 
@@ -55,7 +59,7 @@ class Slot:
     stored: StoredAnswer | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Trajectory:
     """One member of a group: a response to its question, new or replayed."""
 
@@ -79,6 +83,20 @@ class Trajectory:
         """Whether it counts in k, may be stored, and helps to retire its question."""
         return self.reward > 0 if self.passed is None else self.passed
 
+    def graded(self, reward: float, passed: bool) -> Trajectory:
+        """The same with a verdict; `dataclasses.replace` takes four times as long."""
+        return Trajectory(
+            self.token_ids,
+            self.logprobs,
+            reward,
+            self.replayed,
+            self.stop_reason,
+            self.policy_version,
+            self.engine_logprobs,
+            self.serial,
+            passed,
+        )
+
 
 @dataclass(frozen=True)
 class Group:
@@ -91,10 +109,10 @@ class Group:
     def size(self) -> int:
         return len(self.trajectories)
 
-    @property
+    @cached_property
     def num_correct(self) -> int:
         """k, the replayed member included."""
-        return sum(member.correct for member in self.trajectories)
+        return sum([member.correct for member in self.trajectories])
 
     def solved(self, above: float | None) -> bool:
         """Whether every member is correct, and its reward above `above` if that is given."""
@@ -102,7 +120,7 @@ class Group:
 
     @property
     def replayed(self) -> bool:
-        return any(member.replayed for member in self.trajectories)
+        return any([member.replayed for member in self.trajectories])
 
 
 class AnswerName(NamedTuple):
@@ -112,7 +130,7 @@ class AnswerName(NamedTuple):
     serial: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TrainSequence:
     """One sequence of an optimiser step, with every constant of its loss already divided by global counts."""
 

@@ -52,11 +52,16 @@ def train_sequences(
         for (question, member), advantage in zip(members, _advantages(groups, config, off_policy), strict=True)
         if not (config.grpo.overlong_filtering and member.stop_reason == "length")
     ]
-    num_sequences = len(trained)
+    loss, num_sequences = config.loss_fn, len(trained)
     num_tokens = sum(len(member.token_ids) for _, member, _ in trained)
-    entropy_weight = 0.0 if off_policy else _entropy_weight(config.loss_fn, num_tokens)
+    entropy_weight = 0.0 if off_policy else _entropy_weight(loss, num_tokens)
     weight = config.repo.weight if off_policy else 1.0
     width = config.policy.generation.max_new_tokens
+    corrected = loss.use_importance_sampling_correction
+    policy_weights = {
+        length: weight / divisor(loss, length, num_sequences, num_tokens, width, data_parallel_size)
+        for length in {len(member.token_ids) for _, member, _ in trained}
+    }
     return [
         TrainSequence(
             prompt_ids=question.prompt_ids,
@@ -64,10 +69,9 @@ def train_sequences(
             old_logprobs=member.logprobs,
             advantage=advantage,
             replayed=member.replayed,
-            policy_weight=weight
-            / divisor(config.loss_fn, len(member.token_ids), num_sequences, num_tokens, width, data_parallel_size),
+            policy_weight=policy_weights[len(member.token_ids)],
             entropy_weight=entropy_weight,
-            token_weights=_token_weights(member, config.loss_fn),
+            token_weights=_token_weights(member, loss) if corrected else None,
             stored=AnswerName(question.id, member.serial) if member.serial >= 0 else None,
         )
         for question, member, advantage in trained
@@ -116,7 +120,9 @@ def balanced_shares(lengths: Sequence[int], size: int) -> list[list[int]]:
     each round of `size` sequences gives the longest one to the rank with the fewest tokens so far. Totals therefore
     never differ by more than the longest sequence. Ties go to the lower index and the lower rank.
     """
-    by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    by_length = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
+    if size == 1:
+        return [by_length]
     shares: list[list[int]] = [[] for _ in range(size)]
     totals = [0] * size
     for start in range(0, len(by_length), size):
@@ -138,8 +144,12 @@ def _advantages(groups: list[Group], config: Config, off_policy: bool) -> list[f
         return [advantage for group in groups for advantage in _advantages([group], config, off_policy)]
     if len(sizes) > 1:
         raise ValueError(f"groups of one optimiser step must be of one size, found {sorted(sizes)}")
+    shaped = config.grpo.reward_shaping.enabled
     rewards = [
-        [member.reward - length_penalty(len(member.token_ids), config) for member in group.trajectories]
+        [
+            member.reward - length_penalty(len(member.token_ids), config) if shaped else member.reward
+            for member in group.trajectories
+        ]
         for group in groups
     ]
     given = torch.tensor(rewards, dtype=torch.float64)

@@ -13,6 +13,17 @@ def stable_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def stable_seeds(count: int, *parts: object) -> tuple[int, ...]:
+    """`stable_seed(*parts, 0)`, `stable_seed(*parts, 1)` and so on; what they have in common is hashed once."""
+    common = hashlib.blake2b("".join(f"{part}/" for part in parts).encode(), digest_size=8)
+    seeds = []
+    for index in range(count):
+        each = common.copy()
+        each.update(b"%d" % index)
+        seeds.append(int.from_bytes(each.digest(), "big") >> 1)
+    return tuple(seeds)
+
+
 def generator(run_seed: int, step: int, name: str) -> np.random.Generator:
     """The random numbers of one step for one purpose."""
     return np.random.default_rng(stable_seed(run_seed, step, name))

@@ -50,12 +50,13 @@ def replayed_answers(sequences: Sequence[TrainSequence], terms: LossTerms) -> tu
     """The stored answers among the sequences of an update, whose tokens `terms` has in the same order."""
     ends = np.cumsum([len(sequence.response_ids) for sequence in sequences])
     found = []
-    for sequence, end in zip(sequences, ends.tolist(), strict=True):
-        if sequence.stored is not None and len(sequence.response_ids):
-            log_ratios = terms.log_ratio[end - len(sequence.response_ids) : end].astype(np.float64)
-            with np.errstate(over="ignore"):
-                ratios = np.exp(log_ratios)
-            found.append(ReplayedAnswer(sequence.stored, float(ratios.mean()), float(ratios.max())))
+    with np.errstate(over="ignore"):
+        for sequence, end in zip(sequences, ends.tolist(), strict=True):
+            length = len(sequence.response_ids)
+            if sequence.stored is not None and length:
+                ratios = np.exp(terms.log_ratio[end - length : end], dtype=np.float64)
+                mean = float(np.add.reduce(ratios)) / length
+                found.append(ReplayedAnswer(sequence.stored, mean, float(np.maximum.reduce(ratios))))
     return tuple(found)
 
 

@@ -55,23 +55,27 @@ class QuestionOrder:
         """
         taken: dict[int, Question] = {}
         passed_over: list[int] = []
-        line, epoch = self._line.copy(), self._epoch
+        line, epoch = self._line, self._epoch
+        looked_at: list[int] = []
         while len(taken) < n:
             if not line:
                 # The second time the line runs out, every question has been looked at.
                 if epoch > self._epoch:
+                    line.extend(looked_at)
                     raise self._too_few(n, exclude)
                 epoch += 1
                 line.extend(self._order_of(epoch))
                 passed_over = [index for index in passed_over if index not in self._removed]
                 continue
             index = line.popleft()
+            if epoch == self._epoch:
+                looked_at.append(index)
             if index in taken or self._questions[index].id in exclude:
                 passed_over.append(index)
             else:
                 taken[index] = self._questions[index]
         line.extendleft(reversed(passed_over))
-        self._line, self._epoch = line, epoch
+        self._epoch = epoch
         return list(taken.values())
 
     def discard(self, n: int) -> int:

@@ -154,7 +154,7 @@ def _check_columns(place: str, wanted: Sequence[str], present: Sequence[str]) ->
     if missing:
         raise DataError(
             f"{place}: no column {_list(missing)}; there are {_list(present)}: name the right ones in the recipe "
-            f"(question_key, answer_key, id_key, category_key, solution_key)"
+            f"(question_key, answer_key, id_key, category_key, solution_key, choices_key)"
         )
 
 

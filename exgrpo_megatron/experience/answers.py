@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -15,9 +14,9 @@ from numpy.typing import NDArray
 
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.experience.columns import Columns
-from exgrpo_megatron.experience.encoding import decode, encode, is_whole, serial_of
+from exgrpo_megatron.experience.encoding import decode, is_whole, serial_of
 from exgrpo_megatron.experience.segments import Sealed, Segment, link_or_copy
-from exgrpo_megatron.types import Logprobs, StoredAnswer, TokenIds
+from exgrpo_megatron.types import StoredAnswer, TokenIds
 
 Slots = NDArray[np.int64]
 """Rows of the table of answers."""
@@ -104,20 +103,6 @@ class AnswerStore:
         """On disk, those of dropped answers included."""
         return sum(segment.size for segment in self.segments.values())
 
-    def add(self, question: int, question_id: str, serial: int, answer: StoredAnswer) -> bool:
-        """Store the answer; False where its token ids are stored already (the first log-probs stay)."""
-        fingerprint = zlib.crc32(answer.token_ids.astype(np.int32).tobytes())
-        known = self.slots(question)
-        alike = np.flatnonzero(self._table["fingerprint"][known] == fingerprint) if known else ()
-        if any(self._has_tokens(known[place], answer.token_ids) for place in alike):
-            return False
-        values = {
-            "fingerprint": fingerprint, "serial": serial, "used": answer.step,
-            "entropy": -float(np.mean(answer.logprobs, dtype=np.float64)),
-        }  # fmt: skip
-        self.append(question, known[-1] if known else NOBODY, encode(question_id, serial, answer), values)
-        return True
-
     def append(self, question: int, after: int, record: bytes, values: dict[str, Any]) -> int:
         """Take in a record as the answer of a question that comes after the slot `after`; returns its slot."""
         number, segment = self._room_for(len(record))
@@ -130,6 +115,33 @@ class AnswerStore:
         follows[place] = slot + 1
         self._count(segment, 1, len(record))
         return slot
+
+    def append_all(self, records: Sequence[bytes], values: dict[str, Sequence[Any]]) -> list[int]:
+        """Take in records with these columns; their slots, which are no question's yet."""
+        places = [self._place(record) for record in records]
+        slots = self._free_slots(len(records))
+        if slots:
+            segments, offsets, lengths = zip(*places, strict=True)
+            for name, listed in {**values, "segment": segments, "offset": offsets, "length": lengths}.items():
+                self._table[name][slots] = listed
+        return slots
+
+    def link_all(self, lots: Sequence[tuple[int, list[int], list[int]]]) -> None:
+        """Of several questions each with all slots it has and the slots, if there are any, that are to come after
+        these."""
+        questions: list[int] = []
+        slots: list[int] = []
+        following: list[int] = []
+        for question, before, coming in lots:
+            if coming:
+                self._reserve(question)
+                column, place = (self._table["next"], before[-1]) if before else (self._first["slot"], question)
+                column[place] = coming[0] + 1
+                questions += [question] * len(coming)
+                slots += coming
+                following += [slot + 1 for slot in coming[1:]] + [0]
+        if slots:
+            self._table["question"][slots], self._table["next"][slots] = questions, following
 
     def adopt(self, questions: Slots, segments: Slots, columns: dict[str, NDArray[Any]]) -> None:
         """Into an empty store the answers of segments it has, those of a question together and oldest first."""
@@ -163,20 +175,36 @@ class AnswerStore:
 
     def record(self, slot: int) -> bytes:
         """The answer as it stands in its segment; raises DamagedAnswer where that is not what was written."""
-        table = self._table
-        number = int(table["segment"][slot])
-        data = self.segments[number].read(int(table["offset"][slot]), int(table["length"][slot]))
-        if not is_whole(data) or serial_of(data) != int(table["serial"][slot]):
-            raise DamagedAnswer(
-                f"{self.segments[number].path}: a stored answer is damaged. Go on from a checkpoint, or set "
-                "experience.on_corruption to 'quarantine' to go on without such answers",
-                number,
-            )
-        return data
+        (found,) = self.records([slot])
+        if isinstance(found, DamagedAnswer):
+            raise found
+        return found
+
+    def records(self, slots: Sequence[int]) -> Iterator[bytes | DamagedAnswer]:
+        """`record` of each, or what it would raise."""
+        columns = [self._table[name][slots].tolist() for name in ("segment", "offset", "length", "serial")]
+        for number, offset, length, serial in zip(*columns, strict=True):
+            segment = self.segments[number]
+            data = segment.read(offset, length)
+            if is_whole(data) and serial_of(data) == serial:
+                yield data
+            else:
+                yield DamagedAnswer(
+                    f"{segment.path}: a stored answer is damaged. Go on from a checkpoint, or set "
+                    "experience.on_corruption to 'quarantine' to go on without such answers",
+                    number,
+                )
 
     def read(self, slot: int) -> StoredAnswer:
         """One answer; raises DamagedAnswer."""
         return decode(self.record(slot)).answer
+
+    def has_tokens(self, slot: int, token_ids: TokenIds) -> bool:
+        """Of a damaged record nobody knows: it is found when its question is drawn."""
+        try:
+            return bool(np.array_equal(self.read(slot).token_ids, token_ids))
+        except DamagedAnswer:
+            return False
 
     def get(self, question: int) -> tuple[StoredAnswer, ...]:
         """The question's answers; none for a question that is not stored."""
@@ -267,12 +295,11 @@ class AnswerStore:
             segment.drop()
         self.segments, self._active = {}, None
 
-    def _has_tokens(self, slot: int, token_ids: TokenIds) -> bool:
-        """Of a damaged record nobody knows: it is found when its question is drawn."""
-        try:
-            return bool(np.array_equal(self.read(slot).token_ids, token_ids))
-        except DamagedAnswer:
-            return False
+    def _place(self, record: bytes) -> tuple[int, int, int]:
+        """(segment, offset, length) of the record, which is appended."""
+        number, segment = self._room_for(len(record))
+        self._count(segment, 1, len(record))
+        return number, segment.append(record), len(record)
 
     def _room_for(self, length: int) -> tuple[int, Segment]:
         if self._active is not None and self.segments[self._active].size + length > self._segment_bytes:
@@ -288,6 +315,13 @@ class AnswerStore:
         slot = self._free - 1
         self._free = int(self._table["next"][slot])
         return slot
+
+    def _free_slots(self, count: int) -> list[int]:
+        taken: list[int] = []
+        while self._free and len(taken) < count:
+            taken.append(self._free_slot())
+        first = self._table.extend(count - len(taken)) if len(taken) < count else 0
+        return [*taken, *range(first, first + count - len(taken))]
 
     def _give_back(self, slot: int) -> int:
         """A slot that is in no list any more; returns the bytes of its record."""
@@ -306,18 +340,3 @@ class AnswerStore:
         segment.live_bytes += length
         self.num_answers += answers
         self.num_bytes += length
-
-
-def answer_fault(token_ids: TokenIds, logprobs: Logprobs) -> str | None:
-    """Why an answer may not be stored, or None: it needs tokens, and exactly one finite log-prob for each."""
-    if not len(token_ids):
-        return "it has no tokens"
-    if token_ids.min() < 0:
-        return f"it has token id {token_ids.min()}"
-    if len(logprobs) != len(token_ids):
-        return f"it has {len(logprobs)} log-probs for {len(token_ids)} tokens"
-    finite = np.isfinite(logprobs)
-    if not finite.all():
-        first = int(np.argmin(finite))
-        return f"log-prob {first} of {len(logprobs)} is {logprobs[first]}"
-    return None

@@ -12,7 +12,7 @@ from exgrpo_megatron.comm import Communicator, all_gather_union, together
 from exgrpo_megatron.config import BucketWeight, ExperienceConfig
 from exgrpo_megatron.experience import persistence
 from exgrpo_megatron.experience.categories import NO_CATEGORIES, Categories
-from exgrpo_megatron.experience.changes import Change, Kept, changes_of
+from exgrpo_megatron.experience.changes import changes_of
 from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.keeper import Keeper, delete_left_over
 from exgrpo_megatron.experience.question_draw import Pool, Range, draw_questions
@@ -293,8 +293,7 @@ class ExperienceBuffer:
         )
         serials = self._state.take_serials([len(change.answers) for change in changes])
         with together(self._comm):
-            mine = {i: self._keep(change, serials[i]) for i, change in enumerate(changes)
-                    if self._state.owner.owns(change.question_id)}  # fmt: skip
+            mine = self._state.keep_changes(changes, serials)
             self._state.keeper.tidy()
         kept = all_gather_union(self._comm, mine)
         self._state.observe(groups, step)
@@ -369,8 +368,3 @@ class ExperienceBuffer:
     def close(self) -> None:
         """Delete what this process has on disk; the buffer cannot be used any more."""
         self._state.keeper.close()
-
-    def _keep(self, change: Change, serial: int) -> Kept:
-        if change.solved:
-            return self._state.forget(change.question_id)
-        return self._state.keep(change.question_id, change.answers, serial)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from exgrpo_megatron.experience.answers import answer_fault
 from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport, RefusedAnswer
+from exgrpo_megatron.experience.soundness import all_sound, answer_fault
 from exgrpo_megatron.types import Group, StoredAnswer
 
 
@@ -52,6 +52,9 @@ def changes_of(
     """The changes, in the order of the groups, and the part of the report that needs no stored answers."""
     report, changes = RecordReport(), []
     solved: set[str] = set()
+    sound = collect and all_sound([
+        member for group in groups for member in group.trajectories if member.correct and not member.replayed
+    ])  # fmt: skip
     for group in groups:
         question_id, num_correct = group.question.id, group.num_correct
         if question_id in solved or is_retired(question_id):
@@ -64,13 +67,13 @@ def changes_of(
             report.events.append(Event(question_id, "retired"))
             changes.append(Change(question_id, num_correct, True, ()))
         else:
-            answers = _sound_answers(group, step, collect, truncated, report)
+            answers = _sound_answers(group, step, collect, truncated, sound, report)
             changes.append(Change(question_id, min(num_correct, group.size - 1), False, answers))
     return changes, report
 
 
 def _sound_answers(
-    group: Group, step: int, collect: bool, truncated: bool, report: RecordReport
+    group: Group, step: int, collect: bool, truncated: bool, known_sound: bool, report: RecordReport
 ) -> tuple[StoredAnswer, ...]:
     """The group's new correct answers that can be replayed; counts the others."""
     question_id = group.question.id
@@ -79,12 +82,13 @@ def _sound_answers(
         report.not_collected += len(correct)
         report.events += left_out(question_id, len(correct), "not_collected")
         return ()
-    sound, before = [], report.truncated
+    sound: list[StoredAnswer] = []
+    before = report.truncated
     for member in correct:
         if member.stop_reason == "length" and not truncated:
             report.truncated += 1
             continue
-        fault = answer_fault(member.token_ids, member.logprobs)
+        fault = None if known_sound else answer_fault(member.token_ids, member.logprobs)
         if fault is None:
             sound.append(StoredAnswer(member.token_ids, member.logprobs, member.policy_version, step))
         else:

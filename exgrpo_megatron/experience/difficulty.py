@@ -47,17 +47,19 @@ class Rating:
 
     def rates(self, rows: Rows, buckets: Buckets | int) -> Values:
         """Of questions in these buckets; the bucket's, k/K, where nothing else is known."""
-        coarse = np.broadcast_to(np.asarray(buckets) / self.group_size, len(rows))
         if self.is_bucket:
-            return coarse
+            return np.broadcast_to(np.asarray(buckets) / self.group_size, len(rows))
         rates = self._fine(rows)
         unknown = np.isnan(rates)
         if unknown.any():
+            coarse = np.broadcast_to(np.asarray(buckets) / self.group_size, len(rows))
             rates[unknown] = coarse[unknown]
         return rates
 
     def bucket(self, row: int, k: int) -> int:
         """Where a question belongs whose last group, or the bucket it was in, had k right."""
+        if self.is_bucket:
+            return min(max(k, 1), self.group_size - 1)
         rates = self.rates(np.array([row]), np.array([k]))
         return int(bucket_of(rates, self.group_size)[0])
 

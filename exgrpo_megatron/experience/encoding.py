@@ -1,14 +1,18 @@
-"""A stored answer as bytes: a header with a checksum, the question's id, and token ids and log-probs in zstd.
+"""A stored answer as bytes: a header with a checksum, the question's id, and token ids and log-probs as `compact` has
+them.
 
 Log-probs are rounded to multiples of 2^-20 (`rounded`), so that an importance ratio changes by a factor within
 1 +- 4.8e-7: no more than the spacing of float32 numbers at -4 and below. The rounded values are exact in float32, and
 rounding them again changes nothing: what is read is what was recorded.
+
+Answers with a log-prob above 0, or too large, are byte by byte in zstd, as all answers of earlier versions are.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from exgrpo_megatron.experience.compact import pack, unpack
 from exgrpo_megatron.types import Logprobs, StoredAnswer, TokenIds
 
 LOGPROB_UNIT = 2.0**-20
@@ -24,8 +29,10 @@ LARGEST_FIXED = 2.0**10
 """Answers with a log-prob of this size or more are kept as float32, unrounded."""
 HEADER_BYTES = 32
 _HEADER = struct.Struct("<IIIiqIHBB")
-_FIXED, _FLOAT = 0, 1
+_FIXED, _FLOAT, _COMPACT = 0, 1, 2
 _ZSTD_LEVEL = 3
+_TOKENS_AT_ONCE = 2**12
+"""Answers are encoded together up to so many tokens, which stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +52,23 @@ def rounded(logprobs: Logprobs) -> Logprobs:
     return np.array(logprobs, np.float32)
 
 
+def encode_all(items: Sequence[tuple[str, int, StoredAnswer]]) -> list[bytes]:
+    """The records of answers with their question's id and their serial; ids are not negative, and log-probs are one a
+    token."""
+    records, begin = [], 0
+    while begin < len(items):
+        end, tokens = begin + 1, len(items[begin][2].token_ids)
+        while end < len(items) and tokens + len(items[end][2].token_ids) <= _TOKENS_AT_ONCE:
+            tokens += len(items[end][2].token_ids)
+            end += 1
+        records += _encoded(items[begin:end])
+        begin = end
+    return records
+
+
 def encode(question_id: str, serial: int, answer: StoredAnswer) -> bytes:
-    """The record of an answer whose ids are not negative and whose log-probs are one a token."""
-    name = question_id.encode()
-    kind = _FIXED if _is_fixed(answer.logprobs) else _FLOAT
-    planes = _token_planes(answer.token_ids)
-    body = name + _compressed([*planes, *_logprob_planes(answer.logprobs, kind)])
-    length = len(answer.token_ids)
-    rest = _HEADER.pack(0, len(body), serial, answer.step, answer.policy_version, length, len(name), kind, len(planes))
-    checksum = zlib.crc32(body, zlib.crc32(rest[4:]))
-    return checksum.to_bytes(4, "little") + rest[4:] + body
+    """`encode_all` for one."""
+    return encode_all([(question_id, serial, answer)])[0]
 
 
 def record_length(header: bytes) -> int:
@@ -70,14 +84,19 @@ def is_whole(record: bytes) -> bool:
 
 
 def decode(record: bytes) -> Record:
-    """Inverse of `encode`, for a record that is whole."""
+    """Inverse of `encode`, for a record that is whole; raises ValueError where it is not."""
     _, _, serial, step, version, length, name_length, kind, id_bytes = _HEADER.unpack_from(record)
     name_end = HEADER_BYTES + name_length
-    wide = id_bytes + 4
-    planes = np.frombuffer(_decompressed(record[name_end:], wide * length), np.uint8).reshape(wide, length)
-    token_ids = _joined(planes[:id_bytes]).astype(np.int32)
-    values = _joined(planes[id_bytes:])
-    answer = StoredAnswer(_frozen(token_ids), _frozen(_logprobs(values, kind)), version, step, serial)
+    body = record[name_end:]
+    if kind == _COMPACT:
+        ids, units = unpack(body, length)
+        # From 0: a log-prob of 0 is none of -0.
+        logprobs = (0.0 - units * LOGPROB_UNIT).astype(np.float32)
+    elif kind in (_FIXED, _FLOAT):
+        ids, logprobs = _from_planes(body, length, kind, id_bytes)
+    else:
+        raise ValueError(f"a record of kind {kind}, of a later version")
+    answer = StoredAnswer(_frozen(ids.astype(np.int32)), _frozen(logprobs), version, step, serial)
     return Record(record[HEADER_BYTES:name_end].decode(), serial, answer)
 
 
@@ -97,13 +116,47 @@ def facts_of(header: bytes) -> tuple[int, int]:
     return step, length
 
 
+def _encoded(items: Sequence[tuple[str, int, StoredAnswer]]) -> list[bytes]:
+    counts = [len(answer.token_ids) for _, _, answer in items]
+    units = np.rint(np.concatenate([answer.logprobs for _, _, answer in items], dtype=np.float64) / -LOGPROB_UNIT)
+    fits = (units >= 0) & (units < LARGEST_FIXED / LOGPROB_UNIT)
+    if not fits.all() or not all(counts):
+        return [_record(item, *_planes_of(item[2])) if len(items) == 1 else _encoded([item])[0] for item in items]
+    ids = np.concatenate([answer.token_ids for _, _, answer in items]).astype(np.int64)
+    bodies = pack(ids, units.astype(np.int64), counts)
+    return [_record(item, _COMPACT, 0, body) for item, body in zip(items, bodies, strict=True)]
+
+
+def _record(item: tuple[str, int, StoredAnswer], kind: int, id_bytes: int, body: bytes) -> bytes:
+    question_id, serial, answer = item
+    name = question_id.encode()
+    body = name + body
+    length = len(answer.token_ids)
+    rest = _HEADER.pack(0, len(body), serial, answer.step, answer.policy_version, length, len(name), kind, id_bytes)
+    checksum = zlib.crc32(body, zlib.crc32(rest[4:]))
+    return checksum.to_bytes(4, "little") + rest[4:] + body
+
+
+def _planes_of(answer: StoredAnswer) -> tuple[int, int, bytes]:
+    """Kind, bytes of an id, and body."""
+    kind = _FIXED if _is_fixed(answer.logprobs) else _FLOAT
+    planes = _token_planes(answer.token_ids)
+    return kind, len(planes), _compressed([*planes, *_logprob_planes(answer.logprobs, kind)])
+
+
+def _from_planes(body: bytes, length: int, kind: int, id_bytes: int) -> tuple[NDArray[np.int64], Logprobs]:
+    wide = id_bytes + 4
+    planes = np.frombuffer(_decompressed(body, wide * length), np.uint8).reshape(wide, length)
+    return _joined(planes[:id_bytes]).astype(np.int64), _logprobs(_joined(planes[id_bytes:]), kind)
+
+
 def _is_fixed(logprobs: Logprobs) -> bool:
     return bool(np.abs(logprobs).max(initial=0) < LARGEST_FIXED)
 
 
 def _token_planes(token_ids: TokenIds) -> list[bytes]:
     """Byte by byte, least first; no more planes than the largest id needs."""
-    count = max(1, (int(token_ids.max()).bit_length() + 7) // 8)
+    count = max(1, (int(token_ids.max(initial=0)).bit_length() + 7) // 8)
     return _planes(token_ids.astype("<u4"), count)
 
 

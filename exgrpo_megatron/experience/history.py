@@ -45,9 +45,10 @@ answers that were damaged.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
-    """Something that happened to a question in a step; which fields say something, `FIELDS` has."""
+    """Something that happened to a question in a step; which fields say something, `FIELDS` has. It is never changed;
+    see `types` for why it is not frozen."""
 
     question_id: str
     kind: str

@@ -11,6 +11,7 @@ from exgrpo_megatron.experience.columns import Columns
 from exgrpo_megatron.experience.partition import digest_of, shard_of_digest
 
 _LEAST_SLOTS = 128
+_MOST_RECENT = 512
 ABSENT = -1
 
 
@@ -25,6 +26,8 @@ class IdTable:
         self._rows = Columns(digest=np.uint64, end=np.uint32)
         self._text = bytearray()
         self._slots = np.full(_LEAST_SLOTS, ABSENT, np.int32)
+        self._recent: dict[str, int] = {}
+        """Some of those asked for last: a step asks for each of its questions several times."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -35,10 +38,18 @@ class IdTable:
 
     def find(self, question_id: str) -> int:
         """Its row, or ABSENT."""
-        return self._lookup(question_id.encode(), digest_of(question_id))[0]
+        row = self._recent.get(question_id, ABSENT)
+        if row == ABSENT:
+            row = self._lookup(question_id.encode(), digest_of(question_id))[0]
+            if row != ABSENT:
+                self._remember(question_id, row)
+        return row
 
     def intern(self, question_id: str) -> int:
         """Its row, a new one for a new id."""
+        row = self._recent.get(question_id, ABSENT)
+        if row != ABSENT:
+            return row
         text, digest = question_id.encode(), digest_of(question_id)
         row, slot = self._lookup(text, digest)
         if row == ABSENT:
@@ -46,6 +57,7 @@ class IdTable:
             self._slots[slot] = row
             if 3 * len(self) > 2 * len(self._slots):
                 self._rebuild()
+        self._remember(question_id, row)
         return row
 
     def extend(self, question_ids: Sequence[str]) -> NDArray[np.int64]:
@@ -63,6 +75,11 @@ class IdTable:
     def shards(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The virtual shard of each row."""
         return shard_of_digest(self._rows["digest"][rows]).astype(np.int64)
+
+    def _remember(self, question_id: str, row: int) -> None:
+        if len(self._recent) == _MOST_RECENT:
+            self._recent.clear()
+        self._recent[question_id] = row
 
     def _bytes(self, row: int) -> bytes:
         ends = self._rows["end"]

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from exgrpo_megatron.config import ExperienceConfig
+from exgrpo_megatron.experience.adding import Added, Lot, add_all
 from exgrpo_megatron.experience.answers import (
     SEGMENT_BYTES,
     SEGMENT_FILE,
@@ -53,21 +54,15 @@ class Keeper:
 
     def keep(self, row: int, question_id: str, answers: Sequence[StoredAnswer], serial: int) -> Kept:
         """Store new answers, whose serials begin with `serial`, and hold the question to its cap."""
-        store, before = self.store, self.store.num_bytes
+        return self.keep_all([Lot(row, question_id, serial, answers)])[0]
+
+    def keep_all(self, lots: Sequence[Lot]) -> list[Kept]:
+        """`keep` for different questions, which are written together."""
+        store = self.store
         if self._config.on_corruption == "quarantine":
-            # An answer that was just added is read, and written for that, where one with the same tokens follows.
+            # An answer that was added before is read, and written for that, where one with the same tokens follows.
             store.fill_up()
-        stored = tuple(
-            serial + i for i, answer in enumerate(answers) if store.add(row, question_id, serial + i, answer)
-        )
-        evicted = evict_of_question(store, row, self._config.max_answers_per_question, self._config.eviction)
-        return Kept(
-            stored=stored,
-            duplicates=len(answers) - len(stored),
-            num_answers=len(store.slots(row)),
-            num_bytes=store.num_bytes - before,
-            evicted=evicted,
-        )
+        return [self._kept(lot, added) for lot, added in zip(lots, add_all(store, lots), strict=True)]
 
     def forget(self, row: int) -> Kept:
         """Drop the question's answers."""
@@ -118,6 +113,19 @@ class Keeper:
         self.store.close()
         self._folder.remove_empty()
 
+    def _kept(self, lot: Lot, added: Added) -> Kept:
+        """The question is held to its cap."""
+        before = self.store.num_bytes
+        cap, policy = self._config.max_answers_per_question, self._config.eviction
+        evicted = evict_of_question(self.store, lot.question, cap, policy) if cap is not None else ()
+        return Kept(
+            stored=added.serials,
+            duplicates=len(lot.answers) - len(added.serials),
+            num_answers=added.num_answers - len(evicted),
+            num_bytes=added.num_bytes + self.store.num_bytes - before,
+            evicted=evicted,
+        )
+
     def _set_aside(self, numbers: Sequence[int], ids: IdTable) -> Counter[str]:
         """What each question loses with these segments."""
         lost: Counter[str] = Counter()
@@ -131,13 +139,11 @@ class Keeper:
     def _damaged_segments(self, rows: Sequence[int]) -> list[int]:
         """Where the questions have a damaged record."""
         found = set()
-        for slot in (slot for row in rows for slot in self.store.slots(row)):
-            try:
-                self.store.record(slot)
-            except DamagedAnswer as error:
+        for record in self.store.records([slot for row in rows for slot in self.store.slots(row)]):
+            if isinstance(record, DamagedAnswer):
                 if self._config.on_corruption == "refuse":
-                    raise
-                found.add(error.segment)
+                    raise record
+                found.add(record.segment)
         return sorted(found)
 
 

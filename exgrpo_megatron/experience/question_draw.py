@@ -16,6 +16,7 @@ from exgrpo_megatron.experience.index import QuestionIndex
 
 Places = NDArray[np.int64]
 """Places in the list of a cell, ascending."""
+_DIGITS = 2048
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Pool:
                 self._sizes.flat[cell] -= len(places)
             elif places:
                 allowed = self._allowed[cell]
-                self._keep(cell, np.delete(allowed, np.flatnonzero(np.isin(allowed, places, assume_unique=True))))
+                found = np.searchsorted(allowed, places)
+                there = [at for at, place in zip(found.tolist(), places, strict=True) if place in allowed[at : at + 1]]
+                self._keep(cell, np.delete(allowed, there) if there else allowed)
 
     def sample(self, cell: int, count: int, rng: np.random.Generator) -> list[str]:
         """`count` distinct questions of a cell, each of those that may be with the same probability."""
@@ -80,13 +83,13 @@ class Pool:
         if wanted.unit == "rate":
             return [(wanted.low, wanted.high)] * len(sizes)
         return [
-            (self._quantile(category, wanted.low, rating), self._quantile(category, wanted.high, rating))
-            for category in range(len(sizes))
+            (self._quantile(category, ends, wanted.low, rating), self._quantile(category, ends, wanted.high, rating))
+            for category, ends in enumerate(np.cumsum(sizes, axis=1))
         ]
 
-    def _quantile(self, category: int, share: float, rating: Rating) -> float:
-        """The smallest rate of a stored question that at least this share of them do not exceed."""
-        ends = np.cumsum(self._index.cell_sizes[category])
+    def _quantile(self, category: int, ends: Sizes, share: float, rating: Rating) -> float:
+        """The smallest rate of a stored question that at least this share of them do not exceed; `ends`: questions of
+        the category up to each bucket."""
         if not ends[-1]:
             return 0.0
         # Buckets ascend with the rates of their questions: only one of them has to be looked into.
@@ -96,7 +99,7 @@ class Pool:
             return (bucket + 1) / rating.group_size
         rates = self._rates(category * len(ends) + bucket, rating)
         place -= int(ends[bucket - 1]) if bucket else 0
-        return float(np.partition(rates, place)[place])
+        return at_place(rates, place)
 
     def _keep_rates(self, category: int, low: float, high: float, rating: Rating) -> None:
         """Only the two buckets at the ends can have questions on both sides of a limit."""
@@ -146,6 +149,16 @@ def mean_ranks(sizes: Sizes) -> Weights:
     """Of each bucket the mean rank of its questions among all, from 0 to 1: 1/4 and 3/4 of two equal halves."""
     ends = np.cumsum(sizes)
     return (ends - sizes / 2) / max(int(ends[-1]), 1)
+
+
+def at_place(rates: NDArray[np.float64], place: int) -> float:
+    """What stands at a place of the rates, all within 0..1, in ascending order. They are counted by their leading
+    digits, so that only those that share them are put in order."""
+    digits = (rates * _DIGITS).astype(np.intp)
+    ends = np.cumsum(np.bincount(digits))
+    found = int(np.searchsorted(ends, place, side="right"))
+    place -= int(ends[found - 1]) if found else 0
+    return float(np.partition(rates[digits == found], place)[place])
 
 
 def _shares(n: int, sizes: Sizes, rng: np.random.Generator) -> Sizes:

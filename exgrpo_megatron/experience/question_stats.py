@@ -124,8 +124,9 @@ class QuestionStats:
 
     def column(self, name: str, rows: Rows) -> NDArray[np.generic]:
         """Values of one column; for rows without an attempt 0, or NaN for rates and moments of rewards."""
-        if len(rows) and rows.min() >= 0 and rows.max() < len(self._columns):
-            return self._columns[name][rows]
+        # As unsigned numbers rows below 0 are beyond every end, too.
+        if len(rows) and int(rows.view(np.uint64).max()) < len(self._columns):
+            return self._columns[name].take(rows)
         values = np.zeros(len(rows), self._columns[name].dtype)
         if name in _NAN_AT_FIRST:
             values[:] = np.nan

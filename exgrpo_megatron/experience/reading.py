@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exgrpo_megatron.errors import CheckpointError
-from exgrpo_megatron.experience.answers import answer_fault
 from exgrpo_megatron.experience.files import (
     FORMAT_KEY,
     REMEDY,
@@ -24,6 +23,7 @@ from exgrpo_megatron.experience.files import (
 )
 from exgrpo_megatron.experience.manifest import check_group_size, find_index_files
 from exgrpo_megatron.experience.recovery import find_segments
+from exgrpo_megatron.experience.soundness import answer_fault
 from exgrpo_megatron.types import StoredAnswer
 
 _INDEX_COLUMNS = ("question_id", "bucket", "position", "answer_index", "step")

@@ -17,9 +17,9 @@ from exgrpo_megatron.algorithm.repo import choose_answers
 from exgrpo_megatron.comm import Communicator, all_gather_union, together
 from exgrpo_megatron.config import RepoConfig
 from exgrpo_megatron.errors import CheckpointError
-from exgrpo_megatron.experience.answers import answer_fault
 from exgrpo_megatron.experience.files import REMEDY, numbered_files
 from exgrpo_megatron.experience.restore import Owner
+from exgrpo_megatron.experience.soundness import answer_fault
 from exgrpo_megatron.types import Group, Trajectory
 
 SCHEMA = pa.schema(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exgrpo_megatron.errors import CheckpointError
+from exgrpo_megatron.experience.adding import add
 from exgrpo_megatron.experience.answers import NOBODY, AnswerStore
 from exgrpo_megatron.experience.encoding import is_whole, serial_of
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, find_answers_files, read_summary
@@ -37,7 +38,7 @@ class Owner:
     """False: another process keeps those of this rank."""
 
     def owns(self, question_id: str) -> bool:
-        return self.keeps and owner_of(shard_of(question_id), self.num_ranks) == self.rank
+        return self.keeps and (self.num_ranks == 1 or owner_of(shard_of(question_id), self.num_ranks) == self.rank)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _from_killed_run(found: Recovery, index: QuestionIndex, owner: Owner, store:
     for record in found:
         next_serial = record.serial + 1
         if owner.owns(record.question_id):
-            store.add(index.row(record.question_id), record.question_id, record.serial, record.answer)
+            add(store, index.row(record.question_id), record.question_id, record.serial, record.answer)
     store.flush()
     return Restored(index, store, next_serial, Counter())
 
@@ -124,7 +125,7 @@ def _from_parquet(files: list[Path], index: QuestionIndex, owner: Owner, store: 
 
     def take(question_id: str, answer: StoredAnswer) -> bool:
         row = index.row(question_id)
-        return store.add(row, question_id, int(serials[firsts[row] + len(store.slots(row))]), answer)
+        return add(store, row, question_id, int(serials[firsts[row] + len(store.slots(row))]), answer)
 
     read_answers(files, index.group_size, owner.owns, take)
     store.flush()

@@ -9,6 +9,7 @@ import numpy as np
 
 from exgrpo_megatron.comm import Communicator, all_gather_concat, all_gather_union
 from exgrpo_megatron.config import ExperienceConfig
+from exgrpo_megatron.experience.adding import Lot
 from exgrpo_megatron.experience.categories import Categories
 from exgrpo_megatron.experience.changes import Change, Kept, left_out
 from exgrpo_megatron.experience.difficulty import Rating, bucket_of
@@ -72,6 +73,30 @@ class BufferState:
     def own(self, question_id: str) -> tuple[StoredAnswer, ...]:
         """The answers of a question that this process owns."""
         return self.keeper.store.get(self.index.row(question_id))
+
+    def keep_changes(self, changes: Sequence[Change], serials: Sequence[int]) -> dict[int, Kept]:
+        """The owner's part of a step's changes, by their place; the first serial of each is given."""
+        mine: dict[int, Kept] = {}
+        waiting: dict[str, tuple[int, Lot]] = {}
+
+        def write() -> None:
+            places, lots = [place for place, _ in waiting.values()], [lot for _, lot in waiting.values()]
+            mine.update(zip(places, self.keeper.keep_all(lots), strict=True))
+            waiting.clear()
+
+        for place, (change, serial) in enumerate(zip(changes, serials, strict=True)):
+            name = change.question_id
+            if not self.owner.owns(name):
+                continue
+            # One after the other, where a question has two groups in a step.
+            if name in waiting:
+                write()
+            if change.solved:
+                mine[place] = self.forget(name)
+            else:
+                waiting[name] = (place, Lot(self.index.row(name), name, serial, change.answers))
+        write()
+        return mine
 
     def keep(self, question_id: str, answers: Sequence[StoredAnswer], serial: int) -> Kept:
         """The owner's part of new answers, whose serials begin with `serial`."""

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exgrpo_megatron.errors import DataError
-from exgrpo_megatron.experience.answers import answer_fault
 from exgrpo_megatron.experience.files import GROUP_SIZE_KEY, Row
+from exgrpo_megatron.experience.soundness import answer_fault
 from exgrpo_megatron.types import StoredAnswer
 
 JSONL_FILE = "answers.jsonl"

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from exgrpo_megatron.errors import ConfigError, DataError
+from exgrpo_megatron.experience.adding import add
 from exgrpo_megatron.experience.answers import AnswerStore, SegmentFolder
 from exgrpo_megatron.experience.files import (
     SUMMARY_FILE,
@@ -158,7 +159,7 @@ class _Gathered:
         if number == len(self._names):
             self._names.append(row.question_id)
             self._buckets.append(row.bucket)
-        self.duplicates += not self.store.add(number, row.question_id, next(self._serials), row.answer)
+        self.duplicates += not add(self.store, number, row.question_id, next(self._serials), row.answer)
         if self.store.num_answers % 256 == 0:
             self.store.flush()
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from exgrpo_megatron.experience.answers import answer_fault
+from exgrpo_megatron.experience.soundness import answer_fault
 from exgrpo_megatron.types import Group, Logprobs, Question, TokenIds, Trajectory
 
 REQUIRED = ("question_id", "token_ids", "logprobs", "reward")

@@ -32,7 +32,7 @@ class SampleRequest:
     """One seed a sample. The same prompt, weights and seed give the same sample whatever else is in the batch."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampledResponse:
     """One sampled response."""
 

@@ -28,6 +28,7 @@ from exgrpo_megatron.simulation.world import (
     SimulatedPolicy,
     SimulatedTokenizer,
     SimulatedVerifier,
+    simulated_answer,
     simulated_question,
 )
 from exgrpo_megatron.trainer import StepResult, Trainer
@@ -147,8 +148,7 @@ def simulated_config(config: Config, answer_bytes: float) -> Config:
 
 def record_bytes() -> int:
     """Of a simulated answer in the buffer."""
-    answer = StoredAnswer(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -1.0, np.float32), 0, 0)
-    return len(encode(simulated_question(0).id, 0, answer))
+    return len(encode(simulated_question(0).id, 0, StoredAnswer(*simulated_answer(0), 0, 0)))
 
 
 def _looks_into_answers(choice: AnswerChoice | None) -> bool:

@@ -23,8 +23,10 @@ from exgrpo_megatron.types import Logprobs, LossTerms, Question, ScoredSequence,
 WRONG, RIGHT = 0, 1
 TOKENS = 2
 """Of an answer."""
+_TEXTS = (str(WRONG), str(RIGHT))
 _RIGHT_VERDICT, _WRONG_VERDICT = Verdict(1.0, "correct"), Verdict(0.0, "wrong")
-_MANY = 2**31 - 1
+FIRST_SERIAL = 2**30
+"""Serials and log-probs have one number of bits each, so that all records of right answers are of one size."""
 
 
 class SimulatedEngine:
@@ -65,9 +67,9 @@ class SimulatedEngine:
 
     def _serials(self, count: int) -> TokenIds:
         if self._distinct is not None:
-            return self._rng.integers(self._distinct, size=count).astype(np.int32)
+            return (FIRST_SERIAL + self._rng.integers(self._distinct, size=count)).astype(np.int32)
         first, self._next_serial = self._next_serial, self._next_serial + count
-        return (np.arange(first, first + count) % _MANY).astype(np.int32)
+        return (FIRST_SERIAL + np.arange(first, first + count) % FIRST_SERIAL).astype(np.int32)
 
 
 class SimulatedPolicy:
@@ -131,7 +133,7 @@ class SimulatedVerifier:
     """Reads whether the answer is right off its last token."""
 
     def grade(self, items: Sequence[Graded]) -> list[Verdict]:
-        return [_RIGHT_VERDICT if text.endswith(str(RIGHT)) else _WRONG_VERDICT for text, *_ in items]
+        return [_RIGHT_VERDICT if item[0] == _TEXTS[RIGHT] else _WRONG_VERDICT for item in items]
 
     def check_gold(self, answers: Sequence[str]) -> list[int]:
         del answers
@@ -142,7 +144,7 @@ class SimulatedVerifier:
 
 
 class SimulatedTokenizer(PromptTokenizer):
-    """Token ids as numbers with spaces between them."""
+    """Text is what the verifier looks at: the last token, which says whether the answer is right."""
 
     def __init__(self) -> None:
         self.folder = Path()
@@ -160,7 +162,7 @@ class SimulatedTokenizer(PromptTokenizer):
 
     def decode(self, token_ids: Iterable[int], *, special_tokens: bool = False) -> str:
         del special_tokens
-        return " ".join(map(str, np.asarray(token_ids).tolist()))
+        return _TEXTS[int(np.asarray(token_ids)[-1])]
 
 
 def simulated_question(number: int) -> Question:
@@ -168,10 +170,16 @@ def simulated_question(number: int) -> Question:
     return Question(f"q{number:06d}", np.array([number], dtype=np.int32), answer=str(RIGHT))
 
 
+def simulated_answer(serial: int) -> tuple[TokenIds, Logprobs]:
+    """The right answer with this serial."""
+    answers = np.array([[FIRST_SERIAL + serial, RIGHT]], dtype=np.int32)
+    return answers[0], _logprobs(answers)[0]
+
+
 def _logprobs(answers: TokenIds) -> Logprobs:
-    """Of answers of shape [answers, tokens]: the same for the same answer, spread evenly from -1.5 to -0.5."""
-    spread = (answers[:, :1] * 0.6180339887498949) % 1.0
-    return np.broadcast_to(-0.5 - spread, answers.shape).astype(np.float32)
+    """Of answers of shape [answers, tokens]: the same for the same answer, spread evenly from -2 to -1."""
+    spread = ((answers[:, :1] - FIRST_SERIAL) * 0.6180339887498949) % 1.0
+    return np.broadcast_to(-1.0 - spread, answers.shape).astype(np.float32)
 
 
 def _terms(sequences: list[TrainSequence]) -> LossTerms:

@@ -5,6 +5,7 @@ Arguments: model folder, policy.megatron_cfg as JSON, ranks that share one engin
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from pathlib import Path
@@ -53,3 +54,6 @@ def compare(actor, engine, asked, comm) -> float:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))
+    # A forked rank ends without the destructors that remove vLLM's shared memory, and the next engine would find it.
+    sys.stdout.flush()
+    ctypes.CDLL(None).exit(0)

@@ -42,6 +42,18 @@ def load(tmp_path, tokenizer, rows, seed=1, **keys):
             "C",
         ),
         ({"question": "2+2?", "answer": 4}, {}, "2+2?", "4"),
+        (
+            {"question": "Größer?", "options": ["β ≤ δ", "„zwei“", "三"], "answer": "三"},
+            {**LETTERED, "answer_form": "text"},
+            "Größer?\n\nA. β ≤ δ\nB. „zwei“\nC. 三",
+            "C",
+        ),
+        (
+            {"question": "Which?", "options": [f"no {n}" for n in range(12)], "answer": "L"},  # MMLU-Pro ends with J
+            LETTERED,
+            "Which?\n\n" + "\n".join(f"{letter}. no {n}" for n, letter in enumerate("ABCDEFGHIJKL")),
+            "L",
+        ),
     ],
 )
 def test_questions_end_in_their_choices_and_answers_are_letters(row, keys, text, answer, tmp_path, byte_tokenizer):

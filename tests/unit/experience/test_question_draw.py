@@ -18,7 +18,7 @@ from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.categories import Categories
 from exgrpo_megatron.experience.difficulty import bucket_of, variance_rate
-from exgrpo_megatron.experience.question_draw import mean_ranks
+from exgrpo_megatron.experience.question_draw import at_place, mean_ranks
 from exgrpo_megatron.types import Group, Question, Trajectory
 
 K = 4
@@ -327,3 +327,9 @@ def test_memory_with_everything_on_is_at_most_a_hundred_bytes_a_question():
     for name in names[count // 2 :]:
         buffer.stats.reach(buffer._state.index.row(name))
     assert 70 < buffer.index_nbytes / count <= 100
+
+
+@pytest.mark.parametrize("distinct", [1, 3, 65, 100_000])
+def test_what_stands_at_a_place_is_what_sorting_puts_there(distinct: int):
+    rates = np.random.default_rng(0).integers(0, distinct, 500) / max(distinct - 1, 1)
+    assert [at_place(rates, place) for place in range(0, 500, 7)] == np.sort(rates)[::7].tolist()
