@@ -83,6 +83,12 @@ def is_whole(record: bytes) -> bool:
     return zlib.crc32(memoryview(record)[4:]) == int.from_bytes(record[:4], "little")
 
 
+def may_be_headers(rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Which rows of `HEADER_BYTES` could begin a record, by its kind and its bytes of an id."""
+    kinds, id_bytes = rows[:, 30], rows[:, 31]
+    return np.where(kinds == _COMPACT, id_bytes == 0, (kinds < _COMPACT) & (id_bytes >= 1) & (id_bytes <= 4))
+
+
 def decode(record: bytes) -> Record:
     """Inverse of `encode`, for a record that is whole; raises ValueError where it is not."""
     _, _, serial, step, version, length, name_length, kind, id_bytes = _HEADER.unpack_from(record)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from exgrpo_megatron.checkpointing import DIGESTS_FILE
 from exgrpo_megatron.errors import CheckpointError, DataError
-from exgrpo_megatron.experience.encoding import HEADER_BYTES, Record, decode, is_whole
+from exgrpo_megatron.experience.encoding import HEADER_BYTES, Record, decode, is_whole, may_be_headers
 from exgrpo_megatron.experience.files import SUMMARY_FILE, Summary, find_answers_files, read_summary
 from exgrpo_megatron.experience.history import read_history
 from exgrpo_megatron.experience.manifest import Manifest, find_index_files, read_manifest
@@ -230,7 +230,7 @@ def _first_whole(segment: Segment, begin: int) -> int | None:
         fields = np.lib.stride_tricks.sliding_window_view(piece, HEADER_BYTES)
         lengths = np.ascontiguousarray(fields[:, 4:8]).view("<u4")[:, 0].astype(np.int64)
         fits = (lengths > 0) & (start + np.arange(count) + HEADER_BYTES + lengths <= segment.size)
-        for place in np.flatnonzero(fits & (fields[:, 30] < 2) & (fields[:, 31] >= 1) & (fields[:, 31] <= 4)).tolist():
+        for place in np.flatnonzero(fits & may_be_headers(fields)).tolist():
             if is_whole(segment.read(start + place, HEADER_BYTES + int(lengths[place]))):
                 return start + place
     return None
