@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 RECIPES = {"ExGRPO (corrected)": "quickstart.yaml", "on-policy GRPO": "quickstart_grpo.yaml"}
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}

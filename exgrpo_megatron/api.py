@@ -69,7 +69,7 @@ def train(config: Config) -> TrainingResult:
 
 
 def _result(outcome: RunOutcome | None, config: Config, comm: Communicator) -> TrainingResult:
-    from exgrpo_megatron.metrics import read_metrics  # noqa: PLC0415
+    from exgrpo_megatron.metric_sinks import read_metrics  # noqa: PLC0415
     from exgrpo_megatron.run_folder import METRICS_FILE  # noqa: PLC0415
 
     log_dir = Path(config.logger.log_dir)

@@ -20,7 +20,7 @@ from exgrpo_megatron.config import ClusterConfig, Config, PolicyConfig
 from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.export_request import ExportCheck, ExportDtype, ExportRequest
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.process import command, process_group, quiet_libraries, quiet_transformers
 from exgrpo_megatron.recipe import load_recipe
 from exgrpo_megatron.report.model_card import TrainedModel, model_card

@@ -13,7 +13,7 @@ from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.plan_command import planned_processes, show_plan
 from exgrpo_megatron.process import quiet_libraries
 from exgrpo_megatron.recipe import dump_recipe, load_recipe, load_with_report
-from exgrpo_megatron.recipe import options as recipe_options
+from exgrpo_megatron.recipe_options import options as recipe_options
 
 # What needs torch is imported inside the commands: show and options answer at once.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from exgrpo_megatron.algorithm.replay_step import pushes
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.metrics import ratio_summary
+from exgrpo_megatron.ratio_metrics import ratio_summary
 from exgrpo_megatron.types import LossTerms, Slot, TrainSequence, UpdateResult
 
 

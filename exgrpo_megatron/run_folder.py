@@ -17,7 +17,7 @@ from exgrpo_megatron.experience.history import HISTORY_FILE, HistoryWriter
 from exgrpo_megatron.files import replace_text, writable_folder
 from exgrpo_megatron.loggers.choice import open_loggers
 from exgrpo_megatron.loggers.protocol import RunFacts
-from exgrpo_megatron.metrics import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink, read_metrics
+from exgrpo_megatron.metric_sinks import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink, read_metrics
 from exgrpo_megatron.recipe import dump_recipe
 from exgrpo_megatron.versions import git_revision, versions
 

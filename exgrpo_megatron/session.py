@@ -21,7 +21,7 @@ from exgrpo_megatron.evaluator import Evaluator
 from exgrpo_megatron.experience.history import HistoryWriter
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.loggers.content import answer_rows, run_outcome
-from exgrpo_megatron.metrics import AnswerRow, MetricsLogger, read_metrics
+from exgrpo_megatron.metric_sinks import AnswerRow, MetricsLogger, read_metrics
 from exgrpo_megatron.parts import Reporter
 from exgrpo_megatron.prefill import load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe

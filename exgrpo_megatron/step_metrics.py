@@ -20,9 +20,9 @@ from exgrpo_megatron.comm import all_gather_concat
 from exgrpo_megatron.config import Config, LossConfig
 from exgrpo_megatron.experience.history import Event
 from exgrpo_megatron.experience.reports import RecordReport
-from exgrpo_megatron.metrics import mean_shaped, ratio_summary
 from exgrpo_megatron.parts import Parts
 from exgrpo_megatron.places import Places
+from exgrpo_megatron.ratio_metrics import mean_shaped, ratio_summary
 from exgrpo_megatron.replay_step_metrics import ReplayStepRecord, replay_step_metrics
 from exgrpo_megatron.retirement import Retired
 from exgrpo_megatron.rewards.alarm import verdict_counts

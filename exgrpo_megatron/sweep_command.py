@@ -13,7 +13,7 @@ from rich.console import Console
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import writable_folder
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.plan_command import planned_processes
 from exgrpo_megatron.process import launched_processes
 from exgrpo_megatron.report.console import format_duration

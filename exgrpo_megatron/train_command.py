@@ -16,7 +16,7 @@ from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.loggers.choice import check_loggers
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
 from exgrpo_megatron.process import command, say
 from exgrpo_megatron.report.console import ProgressReporter, budget_text

@@ -16,7 +16,7 @@ from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.experience.files import Summary
 from exgrpo_megatron.experience_tools.readers import Facts
 from exgrpo_megatron.experience_tools.sources import Source
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 TOTALS = {

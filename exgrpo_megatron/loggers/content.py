@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from exgrpo_megatron.metrics import AnswerRow
+from exgrpo_megatron.metric_sinks import AnswerRow
 from exgrpo_megatron.types import Group, TokenIds
 
 

@@ -12,7 +12,7 @@ from threading import Thread
 
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.loggers.protocol import Ended, RunLogger
-from exgrpo_megatron.metrics import AnswerRow
+from exgrpo_megatron.metric_sinks import AnswerRow
 
 DRAIN_S = 60.0
 """How long a run waits at its end for what is still to be handed over."""

@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 
 from exgrpo_megatron.config import MLflowConfig
 from exgrpo_megatron.loggers.protocol import Ended, LoggerError, RunFacts
-from exgrpo_megatron.metrics import AnswerRow
+from exgrpo_megatron.metric_sinks import AnswerRow
 
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table that it makes
 _STATUS = {Ended.finished: "FINISHED", Ended.stopped: "KILLED", Ended.failed: "FAILED"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from exgrpo_megatron.config import LoggerConfig
-from exgrpo_megatron.metrics import AnswerRow
+from exgrpo_megatron.metric_sinks import AnswerRow
 
 
 class LoggerError(Exception):

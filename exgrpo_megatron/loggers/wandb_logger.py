@@ -13,7 +13,7 @@ from wandb.errors import Error as WandbError
 from exgrpo_megatron.config import WandbConfig
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.loggers.protocol import Ended, LoggerError, RunFacts
-from exgrpo_megatron.metrics import AnswerRow
+from exgrpo_megatron.metric_sinks import AnswerRow
 
 _EXIT_CODES = {Ended.finished: 0, Ended.stopped: 0, Ended.failed: 1}
 

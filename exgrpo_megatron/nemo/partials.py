@@ -13,7 +13,8 @@ from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.nemo.task import section, train
-from exgrpo_megatron.recipe import given_keys, parse_recipe, parse_yaml
+from exgrpo_megatron.recipe import given_keys, parse_recipe
+from exgrpo_megatron.recipe_yaml import parse_yaml
 
 _TARGET, _PARTIAL = "_target_", "_partial_"
 """Keys by which NeMo-Run's YAML says what is called."""

@@ -17,7 +17,8 @@ from exgrpo_megatron.data.tokenizer import load_tokenizer
 from exgrpo_megatron.errors import CheckpointError, ConfigError, DataError
 from exgrpo_megatron.experience.history import FIELDS, HISTORY_FILE
 from exgrpo_megatron.metrics import find_metric
-from exgrpo_megatron.recipe import derived_table, yaml_text
+from exgrpo_megatron.recipe_table import derived_table
+from exgrpo_megatron.recipe_yaml import yaml_text
 from exgrpo_megatron.report.answer_texts import FoundTexts, answer_texts, experience_folders
 from exgrpo_megatron.report.question_rows import (
     STATUSES,

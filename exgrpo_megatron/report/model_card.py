@@ -8,7 +8,9 @@ from pathlib import PurePath
 from typing import Any
 
 from exgrpo_megatron.config import VARIANTS, Config
-from exgrpo_megatron.recipe import derived_table, dump_recipe, yaml_text
+from exgrpo_megatron.recipe import dump_recipe
+from exgrpo_megatron.recipe_table import derived_table
+from exgrpo_megatron.recipe_yaml import yaml_text
 from exgrpo_megatron.report.summary import categories, headline_words
 from exgrpo_megatron.versions import versions
 

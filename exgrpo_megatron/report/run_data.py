@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import UserError
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 FloatArray = NDArray[np.float64]
 

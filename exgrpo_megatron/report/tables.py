@@ -12,7 +12,10 @@ from rich.table import Table
 from exgrpo_megatron.config import VARIANTS, Config
 from exgrpo_megatron.config.whole import fill_variant
 from exgrpo_megatron.evaluation_request import QuestionsOf
-from exgrpo_megatron.recipe import Option, changed_keys, derived_table, yaml_text
+from exgrpo_megatron.recipe import changed_keys
+from exgrpo_megatron.recipe_options import Option
+from exgrpo_megatron.recipe_table import derived_table
+from exgrpo_megatron.recipe_yaml import yaml_text
 from exgrpo_megatron.report.summary import categories, headline_words
 
 WIDE_ENOUGH_FOR_A_TABLE = 120

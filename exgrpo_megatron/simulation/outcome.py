@@ -22,7 +22,7 @@ from rich.table import Table
 from exgrpo_megatron.config import whole_share
 from exgrpo_megatron.experience.history import HISTORY_FILE, HistoryWriter
 from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.metrics import JsonlSink
+from exgrpo_megatron.metric_sinks import JsonlSink
 from exgrpo_megatron.recipe import dump_recipe
 from exgrpo_megatron.report.dashboard import STYLE
 from exgrpo_megatron.report.panels import (

@@ -12,7 +12,7 @@ import yaml
 
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.recipe import changed_keys
 from exgrpo_megatron.run_folder import METRICS_FILE, RECIPE_FILE
 from exgrpo_megatron.sweep.arms import Run

@@ -12,7 +12,7 @@ import wandb_files
 from logged_runs import STEPS, config_of, run_part
 from other_tools import needs
 
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.recipe import parse_recipe
 
 pytestmark = needs("wandb", "mlflow", "sqlalchemy")

@@ -12,7 +12,7 @@ import pytest
 from other_tools import ROOT
 
 from exgrpo_megatron.launch_command import MEETING_POINT, PASS_ON_SIGNALS
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 LAUNCHER = ROOT / ".venv-launcher" / "bin" / "python"
 RECIPE = ROOT / "recipes" / "quickstart.yaml"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.yaml"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from quickstart_run import train_quickstart
 
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 pytestmark = pytest.mark.slow
 

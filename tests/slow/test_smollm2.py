@@ -30,7 +30,7 @@ from exgrpo_conversion.formats import open_source
 from exgrpo_megatron import build
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.recipe import load_recipe
 from exgrpo_megatron.rollout.protocol import SampleRequest
 

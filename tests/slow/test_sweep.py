@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 pytestmark = pytest.mark.slow
 

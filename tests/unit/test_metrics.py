@@ -9,18 +9,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from exgrpo_megatron.errors import DataError, UserError
-from exgrpo_megatron.metrics import (
-    METRICS,
-    RATIO_STATS,
-    JsonlSink,
-    MetricsLogger,
-    TensorBoardSink,
-    find_metric,
-    mean_shaped,
-    metrics_markdown,
-    ratio_summary,
-    read_metrics,
-)
+from exgrpo_megatron.metric_sinks import JsonlSink, MetricsLogger, TensorBoardSink, read_metrics
+from exgrpo_megatron.metrics import METRICS, RATIO_STATS, find_metric, metrics_markdown
+from exgrpo_megatron.ratio_metrics import mean_shaped, ratio_summary
 
 
 def test_ratio_summary_of_three_ratios_equals_the_hand_calculation():

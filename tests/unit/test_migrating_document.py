@@ -14,7 +14,9 @@ import yaml
 from exgrpo_megatron.cli import main
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.metrics import find_metric
-from exgrpo_megatron.recipe import derived_table, options, parse_recipe
+from exgrpo_megatron.recipe import parse_recipe
+from exgrpo_megatron.recipe_options import options
+from exgrpo_megatron.recipe_table import derived_table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 QUICKSTART = yaml.safe_load((Path(__file__).parents[2] / "recipes" / "quickstart.yaml").read_text(encoding="utf-8"))

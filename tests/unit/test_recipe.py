@@ -7,7 +7,9 @@ import yaml
 
 from exgrpo_megatron.config import VARIANTS
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.recipe import changed_keys, derived_table, dump_recipe, load_recipe, options, parse_recipe
+from exgrpo_megatron.recipe import changed_keys, dump_recipe, load_recipe, parse_recipe
+from exgrpo_megatron.recipe_options import options
+from exgrpo_megatron.recipe_table import derived_table
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MINIMAL = {"data": {"train": {"generator": "chain_arithmetic"}}, "policy": {"model_name": "embedded:chain-qwen2"}}

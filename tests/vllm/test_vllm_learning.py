@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "slow"))
 from quickstart_run import train_quickstart
 from test_smollm2 import RECIPE, SMALLER, model, python, questions  # noqa: F401 (a fixture)
 
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 pytestmark = needs_vllm
 

@@ -10,7 +10,7 @@ from vllm_models import TOLERANCE, needs_vllm
 
 from exgrpo_megatron import build, session
 from exgrpo_megatron.errors import UserError
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.parts import SilentReporter
 from exgrpo_megatron.recipe import parse_recipe
 

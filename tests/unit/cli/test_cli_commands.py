@@ -16,7 +16,8 @@ from rich.console import Console
 
 from exgrpo_megatron import cli
 from exgrpo_megatron.process import program
-from exgrpo_megatron.recipe import load_recipe, options
+from exgrpo_megatron.recipe import load_recipe
+from exgrpo_megatron.recipe_options import options
 from exgrpo_megatron.report.tables import options_view
 
 ROOT = Path(__file__).resolve().parents[3]

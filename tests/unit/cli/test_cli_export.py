@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from exgrpo_conversion.hf_folder import HFReader
 from exgrpo_conversion.megatron_source import MegatronSource
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.policy import export, reference_model
 
 LAYER = "model.layers.0"

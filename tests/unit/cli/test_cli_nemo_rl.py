@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cli_project import assert_refused, contents
 
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.recipe import load_recipe
 
 FILE = Path(__file__).parents[1] / "nemo_rl" / "files" / "examples" / "configs" / "grpo_math_1B_megatron.yaml"

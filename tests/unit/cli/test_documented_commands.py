@@ -11,7 +11,8 @@ import typer
 from documented import ROOT, filled_in
 
 from exgrpo_megatron import cli
-from exgrpo_megatron.recipe import derived_table, load_recipe
+from exgrpo_megatron.recipe import load_recipe
+from exgrpo_megatron.recipe_table import derived_table
 from exgrpo_megatron.sweep.arms import make_arms, make_runs, parse_axis
 
 COMMANDS = documented.all_commands()

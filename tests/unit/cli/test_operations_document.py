@@ -9,7 +9,8 @@ import pytest
 from cli_project import rows, write_lines
 
 from exgrpo_megatron.metrics import find_metric
-from exgrpo_megatron.recipe import load_recipe, options
+from exgrpo_megatron.recipe import load_recipe
+from exgrpo_megatron.recipe_options import options
 from exgrpo_megatron.rewards.alarm import MAX_FAILURE_SHARE
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from troubles import Place, error_of, trouble
 from exgrpo_megatron import accelerators
 from exgrpo_megatron.accelerators import Accelerators, Library, hide_unusable
 from exgrpo_megatron.errors import CheckpointError, UserError
-from exgrpo_megatron.metrics import JsonlSink
+from exgrpo_megatron.metric_sinks import JsonlSink
 from exgrpo_megatron.plan.known_models import find_architecture
 from exgrpo_megatron.policy import reference_model
 from exgrpo_megatron.rollout import vllm_checks

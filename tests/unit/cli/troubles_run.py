@@ -17,7 +17,7 @@ from exgrpo_megatron.errors import ConfigError, DataError, UserError
 from exgrpo_megatron.experience.alarms import Alarms
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.experience.files import Row, write_answers
-from exgrpo_megatron.metrics import MetricsLogger
+from exgrpo_megatron.metric_sinks import MetricsLogger
 from exgrpo_megatron.plan.known_models import find_architecture
 from exgrpo_megatron.recipe import load_recipe
 from exgrpo_megatron.rewards.alarm import RewardAlarm

@@ -9,7 +9,9 @@ from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.nemo_rl import is_nemo_rl
 from exgrpo_megatron.nemo_rl.keys import FIXED, TABLE, row_of
 from exgrpo_megatron.nemo_rl.markdown import nemo_rl_markdown
-from exgrpo_megatron.recipe import derived_table, load_recipe, load_with_report, options
+from exgrpo_megatron.recipe import load_recipe, load_with_report
+from exgrpo_megatron.recipe_options import options
+from exgrpo_megatron.recipe_table import derived_table
 
 ROOT = Path(__file__).parents[3]
 FILES = Path(__file__).parent / "files" / "examples" / "configs"

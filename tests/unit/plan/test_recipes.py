@@ -7,7 +7,8 @@ import pytest
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.plan.known_models import find_architecture
 from exgrpo_megatron.plan.planner import GIB, Plan, check_fits, make_plan
-from exgrpo_megatron.recipe import derived_table, load_recipe
+from exgrpo_megatron.recipe import load_recipe
+from exgrpo_megatron.recipe_table import derived_table
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 # GPUs, and the most of one in docs/recipes.md, in GiB.

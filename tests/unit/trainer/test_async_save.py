@@ -19,7 +19,7 @@ from exgrpo_megatron.checkpointing import STATE_KEYS, CheckpointStore, FilesPart
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import CheckpointConfig
 from exgrpo_megatron.errors import CheckpointError
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.policy.sharded_files import ShardedFiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experience"))

@@ -7,7 +7,8 @@ import pytest
 from scripted import make_config
 
 from exgrpo_megatron import build
-from exgrpo_megatron.metrics import METRICS, find_metric, read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
+from exgrpo_megatron.metrics import METRICS, find_metric
 
 NOT_HERE = {
     **dict.fromkeys(

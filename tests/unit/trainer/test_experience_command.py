@@ -17,7 +17,7 @@ from exgrpo_megatron.experience.manifest import read_manifest
 from exgrpo_megatron.experience.stats_file import STATS_FILE
 from exgrpo_megatron.experience_tools.sources import find_source
 from exgrpo_megatron.experience_tools.verify import verify
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.policy import distributed
 
 STEPS = 4

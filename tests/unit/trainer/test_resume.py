@@ -9,7 +9,7 @@ from scripted import make_config, write_questions
 from exgrpo_megatron import build
 from exgrpo_megatron.checkpointing import STATE_KEYS, CheckpointStore
 from exgrpo_megatron.errors import CheckpointError, ConfigError
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.run_folder import locked_folder
 
 

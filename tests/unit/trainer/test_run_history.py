@@ -8,7 +8,7 @@ import pytest
 from scripted import build_trainer, make_config, plant, right, token_ids, wrong
 
 from exgrpo_megatron.experience.history import read_history
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 QUICK = {"checkpointing": {"enabled": False, "export_hf": False}}
 

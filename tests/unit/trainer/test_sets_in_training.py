@@ -5,7 +5,7 @@ from pydantic import ValidationError
 from scripted import make_config, write_questions
 
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.metrics import read_metrics
+from exgrpo_megatron.metric_sinks import read_metrics
 
 
 def config_of(folder, **checkpointing):

@@ -3,8 +3,9 @@
 import pytest
 from scripted import build_trainer, fresh_ids, make_config, replayed_members, right, wrong
 
-from exgrpo_megatron.metrics import read_metrics
-from exgrpo_megatron.recipe import derived_table, parse_recipe
+from exgrpo_megatron.metric_sinks import read_metrics
+from exgrpo_megatron.recipe import parse_recipe
+from exgrpo_megatron.recipe_table import derived_table
 
 # The table of docs/algorithm.md, by variant.
 SWITCHES = {
