@@ -12,7 +12,7 @@ from pathlib import Path
 from learning_settings import EVALUATE_EVERY, TASKS, Setting
 from learning_studies import Study, StudyTrainer
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import UserError
@@ -76,9 +76,9 @@ def identity(config: Config, setting: Setting) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def warm_start(config: Config, comm: Communicator) -> tuple[build.Inputs, Path]:
+def warm_start(config: Config, comm: Communicator) -> tuple[run_inputs.Inputs, Path]:
     """What a run reads, and the model folder it begins with: the kept warm start, made now if it is not there."""
-    inputs = build.load_inputs(config, comm)
+    inputs = run_inputs.load_inputs(config, comm)
     folder = supervised.warm_start(config, inputs, comm, SilentReporter(), StopSignal())
     if folder is None:
         raise UserError("stopped during the warm start")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from exgrpo_megatron import __version__, build
-from exgrpo_megatron.build import Inputs
+from exgrpo_megatron import __version__, build, run_inputs
 from exgrpo_megatron.checkpointing import read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
@@ -26,6 +25,7 @@ from exgrpo_megatron.parts import score_by_all
 from exgrpo_megatron.report.entropy import EntropyReport, draw_entropy, entropy_report
 from exgrpo_megatron.rollout.weight_buckets import in_groups
 from exgrpo_megatron.run_folder import checkpoint_store
+from exgrpo_megatron.run_inputs import Inputs
 from exgrpo_megatron.types import Question
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ def checkpoint_weights(
     """What gives the checkpoint's weights, as often as it is called; the actor that has them, if it was made."""
     checkpoint = request.checkpoint
     if _is_hf(checkpoint):
-        build.check_architecture(checkpoint, inputs)
+        run_inputs.check_architecture(checkpoint, inputs)
         if request.entropy:
             actor = build.build_rl_actor(config, checkpoint, comm)
             return actor.export_weights, actor
-        reader = build.HFReader(checkpoint)
+        reader = run_inputs.HFReader(checkpoint)
         return lambda: ((name, reader.get(name)) for name in in_groups(reader.names())), None
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
     checkpoint_store(config, comm).verify(checkpoint)

@@ -106,7 +106,7 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Supervised fine-tuning of a recipe's model (its `sft:` section), exported to <logger.log_dir>/sft/hf."""
     config = load_recipe(recipe, overrides or [])
     with whole_run(config) as (comm, stop):
-        from exgrpo_megatron import build, supervised  # noqa: PLC0415
+        from exgrpo_megatron import run_inputs, supervised  # noqa: PLC0415
         from exgrpo_megatron.comm import together  # noqa: PLC0415
         from exgrpo_megatron.loggers.choice import check_loggers  # noqa: PLC0415
         from exgrpo_megatron.run_folder import RECIPE_FILE  # noqa: PLC0415
@@ -114,7 +114,7 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
         with together(comm):
             check_loggers(config.logger)
-        inputs = build.load_inputs(config, comm)
+        inputs = run_inputs.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
         with reporter_of(comm, config.sft.max_num_steps, "sft") as reporter:
             done = supervised.supervised_run(config, inputs, target, comm, reporter, stop)
@@ -155,12 +155,12 @@ def evaluate(
         _evaluate_sets(config, checkpoint, entropy)
         return
     with process_group(config) as comm:
-        from exgrpo_megatron import build, checkpoint_evaluation  # noqa: PLC0415
+        from exgrpo_megatron import checkpoint_evaluation, run_inputs  # noqa: PLC0415
         from exgrpo_megatron.report.tables import evaluation_table  # noqa: PLC0415
 
         found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm, questions)
         request = EvalRequest(found, questions, entropy)
-        inputs = build.load_inputs(config, comm)
+        inputs = run_inputs.load_inputs(config, comm)
         evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, request, comm)
         if comm.is_main:
             written = checkpoint_evaluation.write_evaluation(config, evaluation, request)
@@ -203,11 +203,11 @@ def prefill(
     """Experience to begin with (experience.prefill_path), made from the worked solutions in data.train."""
     config = load_recipe(recipe, overrides or [])
     with process_group(config) as comm:
-        from exgrpo_megatron import build  # noqa: PLC0415
+        from exgrpo_megatron import build, run_inputs  # noqa: PLC0415
         from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
 
         target = check_prefill_target(config)
-        inputs = build.load_inputs(config, comm)
+        inputs = run_inputs.load_inputs(config, comm)
         actor = build.build_rl_actor(config, inputs.model_dir, comm)
         parts = build.build_parts(config, inputs, actor, comm)
         try:

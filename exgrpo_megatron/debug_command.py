@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.debug.files import BadStep, KeptUpdate, read_bad_step
@@ -74,7 +74,7 @@ def replayed(step: BadStep, model: Path, config: Config, comm: Communicator) -> 
     Raises:
         ConfigError, ModelFolderError: `model` is no Hugging Face folder of the recipe's kind of model.
     """
-    build.read_architecture(model, "--model")
+    run_inputs.read_architecture(model, "--model")
     actor = build.build_rl_actor(config, model, comm)
     return {
         number: actor.update(

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from exgrpo_megatron import build
-from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.questions import check_disjoint
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.parts import Verifier
+from exgrpo_megatron.run_inputs import Inputs
 from exgrpo_megatron.types import Question
 
 SHOWN = 5

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from exgrpo_megatron import build
 from exgrpo_megatron.agreement import AgreementGate
-from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.checkpointing import FilesPart, Part, read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
@@ -35,6 +34,7 @@ from exgrpo_megatron.run_folder import (
     open_history,
     open_metrics,
 )
+from exgrpo_megatron.run_inputs import Inputs
 from exgrpo_megatron.stop import StopSignal
 from exgrpo_megatron.supervised import what_goes_along
 from exgrpo_megatron.trainer import StepResult, Trainer

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from exgrpo_megatron import build
-from exgrpo_megatron.build import Inputs
+from exgrpo_megatron import build, warm_starts
 from exgrpo_megatron.checkpointing import CheckpointStore, read_state
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import CheckpointConfig, Config
@@ -17,6 +16,7 @@ from exgrpo_megatron.errors import UserError
 from exgrpo_megatron.parts import Reporter
 from exgrpo_megatron.report.model_card import TrainedModel, model_card
 from exgrpo_megatron.run_folder import open_metrics
+from exgrpo_megatron.run_inputs import Inputs
 from exgrpo_megatron.sft import SFTTrainer
 from exgrpo_megatron.stop import StopSignal
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def warm_start(config: Config, inputs: Inputs, comm: Communicator, reporter: Reporter, stop: StopSignal) -> Path | None:
     """The folder of the kept warm start, trained now if it is not there; None where a signal stopped it."""
-    folder = build.warm_start_dir(config, inputs)
+    folder = warm_starts.warm_start_dir(config, inputs)
     if (folder / "config.json").is_file():
         reporter.note(f"warm start: reusing {folder}")
         return folder
@@ -87,7 +87,7 @@ class _Halfway:
     ) -> None:
         self._enabled, self._comm = config.checkpointing.enabled, comm
         self._trainer, self._actor = trainer, actor
-        self._steps = build.warm_start_dir(config, inputs).name
+        self._steps = warm_starts.warm_start_dir(config, inputs).name
         """A name of all that the steps depend on."""
         keep = CheckpointConfig(keep_last_n=1, async_save=False)
         folder = Path(config.logger.log_dir) / "sft" / "checkpoints"

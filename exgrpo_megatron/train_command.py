@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from exgrpo_megatron import build, question_checks, session, supervised
-from exgrpo_megatron.build import Inputs
+from exgrpo_megatron import question_checks, run_inputs, session, supervised
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.embedded_model import is_embedded
@@ -24,6 +23,7 @@ from exgrpo_megatron.report.dashboard import write_dashboard
 from exgrpo_megatron.report.summary import before_and_after, health_lines, run_summary
 from exgrpo_megatron.report.tables import idle_experience, numbers_table, variant_table
 from exgrpo_megatron.run_folder import METRICS_FILE, NEMO_RL_FILE, RECIPE_FILE, RunFolder, checkpoint_store
+from exgrpo_megatron.run_inputs import Inputs
 from exgrpo_megatron.session import RunOutcome
 from exgrpo_megatron.stop import StopSignal
 
@@ -66,7 +66,7 @@ def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome |
     with together(comm):
         check_loggers(config.logger)
     with comm.places.inside("reading the model's configuration and the questions"):
-        inputs = build.load_inputs(config, comm)
+        inputs = run_inputs.load_inputs(config, comm)
     _describe(config, inputs, comm)
     finished = session.finished_run(config, inputs, comm)
     if finished:
@@ -99,8 +99,8 @@ def _describe(config: Config, inputs: Inputs, comm: Communicator) -> None:
 def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal) -> Path | None:
     """Last checks of a new run, and the model folder it begins with; None where a signal stopped the warm start."""
     with together(comm):
-        build.check_prefill(config, RunFolder(config).experience)
-        build.check_init_from(config)
+        run_inputs.check_prefill(config, RunFolder(config).experience)
+        run_inputs.check_init_from(config)
     if config.env.math.check_gold and config.env.reward_function is None:
         with comm.places.inside("grading the gold answers"):
             for line in question_checks.check_gold_answers(config, inputs) if comm.is_main else ():

@@ -96,7 +96,7 @@ def trained_once(request):
 @pytest.fixture(scope="session")
 def half_trained_model(trained_once, tmp_path_factory, data_parallel):
     """A Hugging Face folder: the quickstart's model after 150 supervised steps, which solves some short chains."""
-    from exgrpo_megatron import build, supervised
+    from exgrpo_megatron import run_inputs, supervised
     from exgrpo_megatron.parts import SilentReporter
     from exgrpo_megatron.recipe import load_recipe
     from exgrpo_megatron.stop import StopSignal
@@ -111,7 +111,7 @@ def half_trained_model(trained_once, tmp_path_factory, data_parallel):
     )  # fmt: skip
     with FileLock(trained_once / "half_trained.lock"):
         if not folder.exists():  # it appears whole, by renaming
-            inputs = build.load_inputs(config, data_parallel)
+            inputs = run_inputs.load_inputs(config, data_parallel)
             made = supervised.supervised_run(config, inputs, folder, data_parallel, SilentReporter(), StopSignal())
             assert made == folder
     return folder

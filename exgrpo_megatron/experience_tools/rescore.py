@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.checkpointing import STATE_FILE, CheckpointStore
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.config import ClusterConfig, Config, PolicyConfig
@@ -152,7 +152,7 @@ def _model(request: RescoreRequest) -> tuple[Config, Path, Path]:
         model_dir = tokenizer_dir = model
         policy = config.policy
     assert config is not None
-    build.read_architecture(model_dir, "MODEL")
+    run_inputs.read_architecture(model_dir, "MODEL")
     alone = PolicyConfig(
         model_name=str(model_dir),
         precision=policy.precision,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from exgrpo_megatron import __version__
-from exgrpo_megatron.build import Inputs
 from exgrpo_megatron.checkpointing import DIGESTS_FILE
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.questions import QuestionSet
 from exgrpo_megatron.errors import CheckpointError
 from exgrpo_megatron.files import sha256_of
+from exgrpo_megatron.run_inputs import Inputs
 
 _NOT_OF_ANSWERS = {"path", "group", "pass_at", "max_questions", "in_training"}
 """Keys of a set that change no answer, or do so by the questions, whose fingerprint is there."""

@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from exgrpo_megatron import build
-from exgrpo_megatron.build import Inputs
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.checkpoint_evaluation import checkpoint_weights, evaluation_name
 from exgrpo_megatron.comm import Communicator, together
 from exgrpo_megatron.config import Config, EvalSetConfig
@@ -24,6 +23,7 @@ from exgrpo_megatron.parts import Verifier
 from exgrpo_megatron.rewards.choice import ChoiceVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine
 from exgrpo_megatron.run_folder import locked
+from exgrpo_megatron.run_inputs import Inputs
 from exgrpo_megatron.set_answers import SetEvaluator
 from exgrpo_megatron.set_evaluation.files import Progress, SetFiles
 from exgrpo_megatron.set_evaluation.identity import checkpoint_digest, set_identity
@@ -51,7 +51,7 @@ def evaluate_sets(config: Config, request: EvalRequest, comm: Communicator, note
     Raises:
         CheckpointError: the answers that are there are of another checkpoint, setting or version, or damaged.
     """
-    inputs = build.load_inputs(config, comm, with_questions=False)
+    inputs = run_inputs.load_inputs(config, comm, with_questions=False)
     with together(comm):
         tasks = [
             SetTask(name, chosen, load_eval_set(name, chosen, config.data, inputs.tokenizer, config.eval.seed))

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exgrpo_megatron.build import warm_start_identity
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.run_folder import METRICS_FILE
 from exgrpo_megatron.stop import StopSignal
 from exgrpo_megatron.sweep.arms import Run
+from exgrpo_megatron.warm_starts import warm_start_identity
 
 _POLL_S = 0.1
 _TAIL_BYTES = 8192

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.chain_arithmetic import generate
 from exgrpo_megatron.parts import Parts
@@ -75,7 +75,7 @@ def main() -> None:
     folder, model, layout = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     config = config_of(folder, model, layout)
     comm = initialize(config.policy, config.cluster, config.grpo.seed)
-    inputs = build.load_inputs(config, comm)
+    inputs = run_inputs.load_inputs(config, comm)
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
     parts = build.build_parts(config, inputs, actor, comm)
     counted = Counted(parts.engine)

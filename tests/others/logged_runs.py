@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "tests" / "unit" / "trainer"))
 
 from scripted import ScriptedEngine, half_right, make_config
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.parts import SilentReporter
 from exgrpo_megatron.session import StopSignal, TrainingRun
 
@@ -56,7 +56,7 @@ class Part:
 
 def run_part(config, comm, monkeypatch, steps: int = STEPS) -> Part:
     """Train for some steps, resuming where there is a checkpoint."""
-    inputs = build.load_inputs(config, comm)
+    inputs = run_inputs.load_inputs(config, comm)
     monkeypatch.setattr(
         build, "build_engine", lambda *_: ScriptedEngine(inputs.tokenizer, inputs.train.questions, half_right)
     )

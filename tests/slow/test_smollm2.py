@@ -27,7 +27,7 @@ from launch import launch
 
 from exgrpo_conversion.convert import Target, convert
 from exgrpo_conversion.formats import open_source
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.experience.buffer import ExperienceBuffer
 from exgrpo_megatron.metric_sinks import read_metrics
@@ -100,7 +100,7 @@ def run(config, overrides, prefilled):
 
 @pytest.fixture(scope="module")
 def inputs(config, data_parallel):
-    return build.load_inputs(config, data_parallel)
+    return run_inputs.load_inputs(config, data_parallel)
 
 
 @pytest.fixture(scope="module")

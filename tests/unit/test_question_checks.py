@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from exgrpo_megatron import build
+from exgrpo_megatron import run_inputs
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.question_checks import check_best_checkpoint
@@ -36,7 +36,7 @@ def lines(tmp_path):
             **sections,
         }
         config = parse_recipe(raw)
-        return list(check_best_checkpoint(config, build.load_inputs(config, SingleProcess())))
+        return list(check_best_checkpoint(config, run_inputs.load_inputs(config, SingleProcess())))
 
     return describe
 

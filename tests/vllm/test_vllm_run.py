@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllm_models import TOLERANCE, needs_vllm
 
-from exgrpo_megatron import build, session
+from exgrpo_megatron import run_inputs, session
 from exgrpo_megatron.errors import UserError
 from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.parts import SilentReporter
@@ -59,7 +59,7 @@ def train(config, comm, stop_after_one=False):
     Path(config.logger.log_dir).mkdir(parents=True, exist_ok=True)
     stop = session.StopSignal()
     reporter = StopAfterOneStep(stop) if stop_after_one else SilentReporter()
-    inputs = build.load_inputs(config, comm)
+    inputs = run_inputs.load_inputs(config, comm)
     return session.TrainingRun(config, inputs, inputs.model_dir, comm, reporter).run(stop)
 
 

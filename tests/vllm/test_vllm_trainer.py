@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm_models import TOLERANCE, needs_vllm
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.agreement import AgreementGate
 from exgrpo_megatron.recipe import parse_recipe
 from exgrpo_megatron.trainer import Trainer
@@ -40,7 +40,7 @@ def trainer(tmp_path_factory, half_trained_model, data_parallel):
             "logger": {"log_dir": str(tmp_path_factory.mktemp("run"))},
         }
     )
-    inputs = build.load_inputs(config, data_parallel)
+    inputs = run_inputs.load_inputs(config, data_parallel)
     actor = build.build_rl_actor(config, inputs.model_dir, data_parallel)
     trainer = Trainer(build.build_parts(config, inputs, actor, data_parallel))
     trainer.push_weights()

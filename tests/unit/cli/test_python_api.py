@@ -87,7 +87,7 @@ def test_another_thread_is_refused(finished):
 
 
 def test_processes_with_different_questions_are_refused(finished, joined_group):
-    from exgrpo_megatron import build
+    from exgrpo_megatron import run_inputs
     from exgrpo_megatron.comm import SingleProcess
 
     class Two(SingleProcess):
@@ -98,4 +98,4 @@ def test_processes_with_different_questions_are_refused(finished, joined_group):
 
     config = load_recipe("recipe.yaml")
     with pytest.raises(DataError, match=r"data.train: process 1 of 2 has other questions from train.jsonl than proc"):
-        build.load_inputs(config, Two())
+        run_inputs.load_inputs(config, Two())

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from exgrpo_megatron import build
+from exgrpo_megatron import run_inputs
 from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.recipe import parse_recipe
 from exgrpo_megatron.rollout import vllm_checks
@@ -47,7 +47,7 @@ def inputs(tmp_path, monkeypatch):
             "logger": {"log_dir": str(tmp_path / "run")},
         }
     )
-    return config, build.load_inputs(config, SingleProcess())
+    return config, run_inputs.load_inputs(config, SingleProcess())
 
 
 def test_what_does_not_fit_is_named_and_every_engine_takes_what_is_left(inputs):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from scripted import ScriptedEngine, right, wrong
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.config import MathEnvConfig
 from exgrpo_megatron.data.embedded_model import materialize
 from exgrpo_megatron.parts import SilentReporter
@@ -48,7 +48,7 @@ def made_once(monkeypatch, shared_verifier, shared_model):
         shutil.copytree(shared_model(name, seed), folder, dirs_exist_ok=True)
 
     monkeypatch.setattr(build, "build_verifier", lambda config: shared_verifier)
-    monkeypatch.setattr(build, "materialize", copied)
+    monkeypatch.setattr(run_inputs, "materialize", copied)
 
 
 class StopAfter(SilentReporter):
@@ -82,7 +82,7 @@ def run_steps(monkeypatch, data_parallel):
     """
 
     def run(config, steps, on_step=lambda number: None, stop=None):
-        inputs = build.load_inputs(config, data_parallel)
+        inputs = run_inputs.load_inputs(config, data_parallel)
 
         def engine_of(*_):
             # The script follows the weights' version, so that a resume must restore it.

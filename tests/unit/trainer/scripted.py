@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.comm import Communicator, SingleProcess
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.recipe import parse_recipe
@@ -123,7 +123,7 @@ def build_trainer(
     """A trainer whose engine follows `script`, or with the embedded engine where it is None; see `make_config`."""
     comm = comm or SingleProcess()
     config = make_config(tmp_path, **sections)
-    inputs = build.load_inputs(config, comm)
+    inputs = run_inputs.load_inputs(config, comm)
     actor = build.build_rl_actor(config, inputs.model_dir, comm)
     parts = build.build_parts(config, inputs, actor, comm)
     if script is not None:

@@ -5,7 +5,7 @@ import torch
 from scripted import make_config
 from test_resume import untimed, weights
 
-from exgrpo_megatron import build
+from exgrpo_megatron import run_inputs
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 
 OPTIONS = {"checkpointing": {"export_hf": False}, "policy": {"megatron_cfg": {"optimizer": {"lr": 1e-3}}}}
@@ -73,9 +73,9 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path, earlier):
     ):
         config = make_config(tmp_path, policy={"init_from": str(path)})
         with pytest.raises(ConfigError, match=r"policy\.init_from") as caught:
-            build.check_init_from(config)
+            run_inputs.check_init_from(config)
         assert text in str(caught.value)
-    build.check_init_from(make_config(tmp_path, policy={"init_from": str(checkpoint)}))
+    run_inputs.check_init_from(make_config(tmp_path, policy={"init_from": str(checkpoint)}))
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path, run_steps, earlier):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scripted import build_trainer, make_config, right, token_ids
 
-from exgrpo_megatron import build
+from exgrpo_megatron import run_inputs
 from exgrpo_megatron.errors import ConfigError, DataError
 
 WIDTH, SEQUENCES = 96, 16
@@ -90,7 +90,7 @@ def test_a_wrong_demonstration_is_a_wrong_member(tmp_path, data_parallel, sectio
 def test_each_step_takes_any_of_several_and_the_same_one_after_a_resume(tmp_path, data_parallel, sections):
     raw = sections(("6+1", right("q6")), ("6+1", right("q6", 1)), ("6+1", right("q6", 2)))
     shown = [build_trainer(tmp_path, wrong_one_digit, comm=data_parallel, **raw).parts.demonstrations for _ in range(2)]
-    question = build.load_inputs(make_config(tmp_path, **raw), data_parallel).train.questions[5]
+    question = run_inputs.load_inputs(make_config(tmp_path, **raw), data_parallel).train.questions[5]
     assert question.id == "q6"
     lengths = [[len(each.of(question, step).token_ids) for step in range(40)] for each in shown]
     assert lengths[0] == lengths[1]
@@ -99,7 +99,7 @@ def test_each_step_takes_any_of_several_and_the_same_one_after_a_resume(tmp_path
 
 def test_what_of_a_file_cannot_be_used_is_counted_and_said(tmp_path, data_parallel, sections):
     raw = sections(*BOXES, ("77+1", "\\boxed{78}"), ("2+1", "=" * 200), ("2+1", "drei"), ("8+1", "8+1=9"))
-    inputs = build.load_inputs(make_config(tmp_path, **raw), data_parallel)
+    inputs = run_inputs.load_inputs(make_config(tmp_path, **raw), data_parallel)
     assert inputs.demonstrations.describe() == (
         "demonstrations: 3 of 3 of the 12 training questions; left out: 1 longer than policy.generation.max_new_tokens "
         "= 96, 1 of questions that are not used, 1 the tokenizer cannot write"
@@ -113,7 +113,7 @@ def test_what_of_a_file_cannot_be_used_is_counted_and_said(tmp_path, data_parall
 def test_a_file_of_which_nothing_can_be_used_is_refused(tmp_path, data_parallel, sections):
     config = make_config(tmp_path, **sections(("77+1", "\\boxed{78}")))
     with pytest.raises(DataError, match=r"demonstrations\.data: no demonstration is left.*1 of questions that are not"):
-        build.load_inputs(config, data_parallel)
+        run_inputs.load_inputs(config, data_parallel)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from scripted import make_config
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.metrics import METRICS, find_metric
 
@@ -74,7 +74,7 @@ def emitted(tmp_path, run_steps, data_parallel):
 
 def supervised(folder, comm):
     config = make_config(folder, sft={"max_num_steps": 1, "scheduler": {"lr_warmup_iters": 0}}, data=CHAINS)
-    trainer, _ = build.build_sft(config, build.load_inputs(config, comm), comm)
+    trainer, _ = build.build_sft(config, run_inputs.load_inputs(config, comm), comm)
     records = []
     trainer.fit(lambda step, values: records.append({"step": step, **values}) is None)
     return records

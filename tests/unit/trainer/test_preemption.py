@@ -9,7 +9,7 @@ import pytest
 from scripted import make_config
 from test_resume import untimed, weights
 
-from exgrpo_megatron import build, supervised
+from exgrpo_megatron import run_inputs, supervised
 from exgrpo_megatron.parts import SilentReporter
 from exgrpo_megatron.places import Places
 from exgrpo_megatron.recipe import parse_recipe
@@ -123,7 +123,7 @@ class Notes(SilentReporter):
 
 def warm_started(config, comm):
     """The folder, or None; and what was said."""
-    reporter, inputs = Notes(), build.load_inputs(config, comm)
+    reporter, inputs = Notes(), run_inputs.load_inputs(config, comm)
     with StopSignal().installed() as stop:
         return supervised.warm_start(config, inputs, comm, reporter, stop), reporter
 

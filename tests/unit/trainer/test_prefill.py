@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from scripted import ScriptedEngine, build_trainer, make_config, wrong
 
-from exgrpo_megatron import build
+from exgrpo_megatron import run_inputs
 from exgrpo_megatron.errors import ConfigError, DataError
 from exgrpo_megatron.prefill import check_prefill_target, load_prefill, record_solutions
 from exgrpo_megatron.recipe import parse_recipe
@@ -178,13 +178,13 @@ def test_a_recipe_that_cannot_be_prefilled_says_which_key_to_change(tmp_path, se
 def test_a_prefill_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_path):
     absent = {"prefill_path": str(tmp_path / "absent")}
     with pytest.raises(ConfigError, match=r"absent'.*exgrpo prefill RECIPE"):
-        build.check_prefill(make_config(tmp_path, experience=absent), tmp_path / "run")
-    build.check_prefill(make_config(tmp_path, experience={**absent, "enabled": False}), tmp_path / "run")
-    build.check_prefill(make_config(tmp_path), tmp_path / "run")
+        run_inputs.check_prefill(make_config(tmp_path, experience=absent), tmp_path / "run")
+    run_inputs.check_prefill(make_config(tmp_path, experience={**absent, "enabled": False}), tmp_path / "run")
+    run_inputs.check_prefill(make_config(tmp_path), tmp_path / "run")
 
 
 def test_a_run_does_not_begin_with_the_folder_that_it_would_empty_first(tmp_path):
     own = tmp_path / "run" / "experience"
     own.mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"experience\.prefill_path = .*emptied first: move it away"):
-        build.check_prefill(make_config(tmp_path, experience={"prefill_path": str(own)}), own)
+        run_inputs.check_prefill(make_config(tmp_path, experience={"prefill_path": str(own)}), own)

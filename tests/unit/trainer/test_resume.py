@@ -6,7 +6,7 @@ import shutil
 import pytest
 from scripted import make_config, write_questions
 
-from exgrpo_megatron import build
+from exgrpo_megatron import run_inputs
 from exgrpo_megatron.checkpointing import STATE_KEYS, CheckpointStore
 from exgrpo_megatron.errors import CheckpointError, ConfigError
 from exgrpo_megatron.metric_sinks import read_metrics
@@ -96,7 +96,7 @@ def test_a_resume_on_changed_data_is_refused_with_both_fingerprints(tmp_path, ru
     run_steps(config, 1)
     state = json.loads((tmp_path / "run/checkpoints/step_000001/state.json").read_text())
     write_questions(tmp_path / "questions.jsonl", 13)
-    now = build.load_inputs(config, data_parallel).train.fingerprint
+    now = run_inputs.load_inputs(config, data_parallel).train.fingerprint
     with pytest.raises(CheckpointError) as caught:
         run_steps(config, 1)
     message = str(caught.value)

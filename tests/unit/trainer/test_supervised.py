@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from exgrpo_megatron import build
+from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.recipe import parse_recipe
 
 
@@ -16,7 +16,7 @@ def trainer_of(tmp_path, comm, **policy):
             "logger": {"log_dir": str(tmp_path / "run")},
         }
     )
-    return build.build_sft(config, build.load_inputs(config, comm), comm)
+    return build.build_sft(config, run_inputs.load_inputs(config, comm), comm)
 
 
 def test_the_loss_is_the_mean_over_response_tokens(tmp_path, data_parallel):

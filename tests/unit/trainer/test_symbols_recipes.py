@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo_megatron import build
+from exgrpo_megatron import run_inputs, warm_starts
 from exgrpo_megatron.recipe import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
@@ -16,7 +16,7 @@ def warm_start_of(tmp_path, data_parallel):
 
     def name_of(recipe, *overrides):
         config = load_recipe(RECIPES / recipe, [f"logger.log_dir={tmp_path / recipe}", *overrides])
-        return build.warm_start_dir(config, build.load_inputs(config, data_parallel)).name
+        return warm_starts.warm_start_dir(config, run_inputs.load_inputs(config, data_parallel)).name
 
     return name_of
 
