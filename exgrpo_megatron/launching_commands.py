@@ -122,9 +122,9 @@ def _refuse(where: str, given: Mapping[str, object]) -> None:
 def _need_nemo_run() -> None:
     if importlib.util.find_spec("nemo_run") is None:
         raise ConfigError(
-            "--executor needs NeMo-Run, which is not installed here: make an environment for launching with the extra "
-            "`launcher` (docs/nemo.md; it cannot be in one with vLLM), or leave --executor out, which writes a batch "
-            "file for sbatch without NeMo-Run"
+            "--executor needs NeMo-Run, which is not installed here: `make setup-others` in the repository makes an "
+            "environment for launching, then .venv-launcher/bin/exgrpo launch ... (elsewhere: the extra `launcher`, "
+            "docs/nemo.md); or leave --executor out, which writes a batch file for sbatch without NeMo-Run"
         )
 
 
