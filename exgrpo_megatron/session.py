@@ -274,9 +274,7 @@ class TrainingRun:
         self.trainer.load_state_dict(state)
         if self.parts.experience.num_damaged:
             self.reporter.note(f"experience: {self.parts.experience.num_damaged} answers lost to damaged files so far")
-        self.reporter.note(
-            f"resuming from {checkpoint}: {state['step']} of {self.config.grpo.max_num_steps} steps are done"
-        )
+        self.reporter.note(f"resuming from {checkpoint}: {steps_text(state['step'], self.config.grpo.max_num_steps)}")
         for line in changed_keys(state["recipe"], self.config.model_dump(mode="json")):
             self.reporter.note(f"the recipe changed since then: {line}")
 
@@ -324,6 +322,13 @@ def finished_run(config: Config, inputs: Inputs, comm: Communicator) -> RunOutco
     if step < config.grpo.max_num_steps or (config.checkpointing.export_hf and export is None):
         return None
     return RunOutcome(folder.path, step, step, True, checkpoint, export)
+
+
+def steps_text(done: int, wanted: int) -> str:
+    """How far a run is that may have been meant to be longer before."""
+    if done > wanted:
+        return f"{done} steps are done, more than grpo.max_num_steps = {wanted}"
+    return f"{done} of {wanted} steps are done"
 
 
 def steps_done(config: Config, comm: Communicator) -> int:
