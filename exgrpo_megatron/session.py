@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,8 @@ class RunOutcome:
     """False where a signal stopped it before the last step."""
     checkpoint: Path | None
     export: Path | None
+    tools: Mapping[str, str] = field(default_factory=dict)
+    """Where the loggers of others have it, by their title, and how to look; empty where nothing was left to train."""
 
 
 class TrainingRun:
@@ -127,7 +129,8 @@ class TrainingRun:
                 metrics.finish(partial(self._outcome, export), [export / "README.md"] if export else [])
         for line in metrics.lost():
             self.reporter.note(line)
-        return RunOutcome(self.folder.path, self.trainer.last_step, first_step, finished, self.last_checkpoint, export)
+        last_step, tools = self.trainer.last_step, metrics.look()
+        return RunOutcome(self.folder.path, last_step, first_step, finished, self.last_checkpoint, export, tools)
 
     def _after_step(
         self, metrics: MetricsLogger, history: HistoryWriter | None, stop: StopSignal, before: dict[str, float]

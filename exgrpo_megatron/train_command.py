@@ -141,6 +141,7 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
         elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
         health=health_lines(records),
+        tools=outcome.tools,
     )
 
 

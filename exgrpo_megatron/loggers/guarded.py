@@ -51,7 +51,7 @@ class GuardedLogger:
     """
 
     def __init__(self, title: str, run: RunLogger, memory: Memory) -> None:
-        self.title, self.where = title, run.where
+        self.title, self.where, self.look = title, run.where, run.look
         self.num_failed = 0
         """Calls that failed."""
         self.num_undelivered = 0

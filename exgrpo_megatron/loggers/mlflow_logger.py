@@ -46,6 +46,8 @@ class MlflowLogger:
         except (MlflowException, OSError) as error:
             raise LoggerError(str(error)) from error
         self.where = f"run {self.run_id} of {uri}"
+        command = f"; to look at it (pip install mlflow): mlflow ui --backend-store-uri {uri}"
+        self.look = self.where + ("" if uri.startswith(("http:", "https:", "databricks")) else command)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)

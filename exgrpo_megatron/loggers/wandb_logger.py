@@ -45,6 +45,9 @@ class WandbLogger:
             raise LoggerError(str(error)) from error
         self.run_id = str(self._run.id)
         self.where = str(Path(self._run.dir).parent if self._run.offline else self._run.url)
+        # A run that was resumed has several folders, of one id.
+        parts = facts.folder / "wandb" / f"offline-run-*-{self.run_id}"
+        self.look = f"{self.where}; to send it: wandb sync {parts}" if self._run.offline else self.where
         self._save(facts.files)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -137,6 +137,14 @@ def test_the_model_card_names_the_runs_and_the_end_names_what_was_logged_before(
     assert "steps 3 to 3 were logged" in again[0]
 
 
+def test_the_end_names_what_sends_both_parts_of_the_run_and_the_database_that_has_it(logged):
+    config, _, second = logged
+    sync, look = second.outcome.tools["Weights & Biases"], second.outcome.tools["MLflow"]
+    pattern = sync.partition("; to send it: wandb sync ")[2]
+    assert sorted(Path("/").glob(pattern.lstrip("/"))) == [path.parent for path in offline_files(config)]
+    assert look.endswith(f"mlflow ui --backend-store-uri sqlite:///{run_of(config) / 'mlflow.db'}")
+
+
 def test_a_logger_that_fails_in_the_middle_ends_nothing_and_is_counted(tmp_path, data_parallel, monkeypatch, caplog):
     # From step 3 on something else stands in the file of the database.
     config = config_of(tmp_path, mlflow_enabled=True)

@@ -16,7 +16,7 @@ from exgrpo_megatron.loggers.protocol import Ended
 class Kept:
     """A tool that keeps what it is told, and fails at steps `fails`."""
 
-    run_id, where = "r1", "here"
+    run_id, where, look = "r1", "here", "here; look"
 
     def __init__(self, fails=(), wait_at=None):
         self.steps, self.ended, self.fails = [], None, fails
