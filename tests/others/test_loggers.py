@@ -11,6 +11,7 @@ import pytest
 import wandb_files
 from logged_runs import STEPS, config_of, run_part
 from other_tools import needs
+from quoted_texts import quoted_texts
 
 from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.recipe import parse_recipe
@@ -184,6 +185,8 @@ def test_without_an_api_key_wandb_online_is_refused_before_anything_is_loaded(tm
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match=r"W&B has no API key.*logger\.wandb\.mode=offline"):
+    with pytest.raises(ConfigError) as caught:
         check_loggers(config_of(tmp_path, wandb_enabled=True).logger)
+    (quoted,) = (quote for quote in quoted_texts() if quote.how == "wandb")
+    assert quoted.pattern().fullmatch(str(caught.value)), "docs/troubleshooting.md quotes another message"
     check_loggers(config_of(tmp_path, wandb_enabled=True, wandb={"mode": "offline"}).logger)
