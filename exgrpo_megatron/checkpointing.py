@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 import time
@@ -260,7 +261,10 @@ class CheckpointStore:
     def _metric(self, path: Path) -> float | None:
         try:
             value = read_state(path, self._state_keys)["metrics"].get(self.config.metric_name)
-            return None if value is None else float(value)
+            number = None if value is None else float(value)
+            if number is not None and not math.isfinite(number):
+                raise ValueError(f"{self.config.metric_name} = {number}, which counts as not measured")
+            return number
         except (CheckpointError, TypeError, ValueError, AttributeError) as error:
             logger.warning("%s is left out when the best checkpoint is looked for: %s", path, error)
             return None

@@ -30,10 +30,10 @@ def with_names(value: Any, key: str) -> Any:
 
 def function_name(function: Any, key: str) -> str:
     """`package.module:function`, or `path/of/file.py:function` for a function of the script that runs, or of a module
-    beside it: other processes import it by that.
+    or package beside it: other processes import it by that.
 
     Raises:
-        ConfigError: it is no function at the top level of a module, or its module has no file.
+        ConfigError: it is no function at the top level of a module, or its module has no file that ends in .py.
     """
     if not isinstance(function, FunctionType):
         raise _refused(function, key, f"is a {type(function).__name__}, not a function that `def` makes")
@@ -51,17 +51,27 @@ def _place(module: ModuleType, function: Any, key: str) -> str:
     if module is script and script.__spec__ is not None:  # python -m package.module
         return script.__spec__.name
     file = getattr(module, "__file__", None)
-    if module is script or ("." not in module.__name__ and _beside(script, file)):
-        if file is None:
-            raise _refused(function, key, "was typed in, and no file has it")
-        return _short(Path(file))
-    return module.__name__
+    if module is not script and not _beside(script, module):
+        return module.__name__
+    if file is None or not Path(file).is_file():  # a script that is read from standard input is of "<stdin>"
+        raise _refused(function, key, "was typed in, and no file has it")
+    if not file.endswith(".py"):
+        raise _refused(function, key, f"is in {file}, whose name must end in .py")
+    return _short(Path(file))
 
 
-def _beside(script: ModuleType, file: str | None) -> bool:
-    """Whether Python finds a module only because it lies beside the script, where other processes do not look."""
-    own = getattr(script, "__file__", None)
-    return file is not None and own is not None and Path(file).resolve().parent == Path(own).resolve().parent
+def _beside(script: ModuleType, module: ModuleType) -> bool:
+    """Whether Python finds a module, or the package it is in, only because that lies beside the script, where other
+    processes do not look."""
+    own, outermost = getattr(script, "__file__", None), sys.modules.get(module.__name__.partition(".")[0])
+    if own is None or outermost is None:
+        return False
+    folder, file = Path(own).resolve().parent, getattr(outermost, "__file__", None)
+    if not hasattr(outermost, "__path__"):
+        return file is not None and Path(file).resolve().parent == folder
+    # A package without a file of its own is known by its name alone, which does for the current folder.
+    here = file is None and folder == Path.cwd().resolve()
+    return not here and any(Path(place).resolve().parent == folder for place in outermost.__path__)
 
 
 def _short(file: Path) -> str:

@@ -61,6 +61,8 @@ def _read_given(
         raw = _read_with_defaults(Path(recipe), ())
     given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed_override, overrides)
     for name, value in given:
+        if not isinstance(name, str):
+            raise ConfigError(f"override {name!r}: the name of a key is text (section.key), not {type(name).__name__}")
         _apply_override(raw, name, with_names(value, name))
     if not is_nemo_rl(raw):
         return raw, None
@@ -168,6 +170,8 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed_override(override: str) -> tuple[str, Any]:
+    if not isinstance(override, str):
+        raise ConfigError(f"override {override!r}: write it as text, 'section.key=value'")
     name, separator, text = override.partition("=")
     if not separator or not name:
         raise ConfigError(f"override {override!r}: write it as section.key=value")

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -170,7 +171,8 @@ def _other_way(present: Sequence[str]) -> str:
 
 def number_text(value: Any) -> str | None:
     """A number as people write it (12, not 12.0 or 1.2e1); None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
+    known = isinstance(value, int | float | Decimal | np.integer | np.floating) and not isinstance(value, bool)
+    if not known or not math.isfinite(value):
         return None
     if value == int(value):
         return str(int(value))

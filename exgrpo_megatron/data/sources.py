@@ -45,11 +45,11 @@ def _given(name: str, key: str) -> Iterator[Mapping[str, Any]]:
         for row in rows:
             number += 1
             yield row
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{key} = {name!r}, row {number + 1}: {described(error)} ({_where(error)})") from error
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """The innermost place of the function's code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}, line {frame.lineno}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -40,6 +41,8 @@ def main() -> None:
         function = load_function(name)
     except ImportError as error:
         raise SystemExit(str(error)) from None
+    if wrong := _not_called_at_once(function):
+        raise SystemExit(f"{name} is {wrong}: a call must return the reward itself, by an ordinary `def`")
     if (needed := _address_space_bytes()) > memory_bytes // 2:
         raise SystemExit(
             f"{name} needs {needed >> 20} MiB of address space once it is imported: it must have twice as much"
@@ -77,9 +80,20 @@ def load_function(name: str) -> Callable[..., Any]:
     return function
 
 
+def _not_called_at_once(function: Callable[..., Any]) -> str | None:
+    """What kind of function it is, if a call of it only makes something that would have to be run."""
+    if inspect.iscoroutinefunction(function):
+        return "an `async def`"
+    generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    return "a generator (it has a `yield`)" if generates else None
+
+
 def _module_of_file(path: Path) -> ModuleType:
-    """The file as a module of a name of its own: a script runs as `__main__`, and is imported beside that."""
+    """The file as a module: of its package if it is in one, for what it imports relatively; else of a name of its own,
+    for a script runs as `__main__`, and is imported beside that."""
     path = path.resolve()
+    if (package_name := _name_in_package(path)) is not None:
+        return importlib.import_module(package_name)
     name = f"{path.stem} ({path})"
     if name in sys.modules:
         return sys.modules[name]
@@ -95,6 +109,21 @@ def _module_of_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _name_in_package(path: Path) -> str | None:
+    """`package.module` of a file, by which it can be imported from here on; None where its folder has no `__init__.py`,
+    or where that name is something else's here."""
+    folder, names = path.parent, [] if path.name == "__init__.py" else [path.stem]
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    if folder == path.parent or not all(name.isidentifier() for name in names):
+        return None
+    _look_in(str(folder))
+    spec = importlib.util.find_spec(names[0])
+    found = spec.submodule_search_locations if spec else None
+    return ".".join(names) if found and str(folder / names[0]) in map(os.path.realpath, found) else None
 
 
 def _look_in(folder: str) -> None:

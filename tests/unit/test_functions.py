@@ -11,11 +11,15 @@ import pytest
 from exgrpo_megatron.data.chain_arithmetic import partial_credit
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.functions import function_name, with_names
+from exgrpo_megatron.recipe import load_recipe
+from exgrpo_megatron.rewards.function_worker import load_function
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import functools, json, sys
 from beside import of_a_module
+from pack import of_a_package
+from pack.inner import of_its_module
 from exgrpo_megatron import ConfigError, load_recipe
 from exgrpo_megatron.functions import function_name
 
@@ -52,6 +56,7 @@ small = load_recipe(
     {"env.reward_function": of_a_module, "grpo.seed": 5},
 )
 found["recipe"] = [small.data.train.source_function, small.env.reward_function, small.grpo.seed]
+found["package"] = [function_name(one, "env.reward_function") for one in (of_a_package, of_its_module)]
 found["torch"] = "torch" in sys.modules
 print(json.dumps(found))
 """
@@ -63,18 +68,56 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     (folder / "scripts").mkdir()
     (folder / "scripts" / "beside.py").write_text("def of_a_module(): ...\n")
+    (folder / "scripts" / "pack").mkdir()
+    (folder / "scripts" / "pack" / "__init__.py").write_text(
+        "from .inner import SEVEN\ndef of_a_package(): return SEVEN\n"
+    )
+    (folder / "scripts" / "pack" / "inner.py").write_text("SEVEN = 7\ndef of_its_module(): return SEVEN\n")
     (folder / "scripts" / "own.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "scripts/own.py"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return {**json.loads(done.stdout), "folder": folder}
 
 
 def test_functions_of_a_script_and_of_a_module_beside_it_are_named_by_their_file(found):
     assert (found["script"], found["module"]) == ("scripts/own.py:of_the_script", "scripts/beside.py:of_a_module")
     assert found["recipe"] == ["scripts/own.py:of_the_script", "scripts/beside.py:of_a_module", 5]
+
+
+def test_functions_of_a_package_beside_the_script_are_found_from_another_folder(found, monkeypatch):
+    assert found["package"] == ["scripts/pack/__init__.py:of_a_package", "scripts/pack/inner.py:of_its_module"]
+    monkeypatch.chdir(found["folder"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert [load_function(name)() for name in found["package"]] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("-", "was typed in, and no file has it"), ("noext", "noext, whose name must end in .py")],
+)
+def test_a_script_that_no_other_process_can_import_is_told_so(tmp_path, script, reason):
+    code = (
+        "from exgrpo_megatron.functions import function_name\n"
+        "def own(): ...\n"
+        "function_name(own, 'env.reward_function')\n"
+    )
+    (tmp_path / "noext").write_text(code)
+    done = subprocess.run(
+        [sys.executable, script], input=code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert reason in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"), [({1: 2}, r"override 1: the name of a key is text"), ([3], "override 3: write")]
+)
+def test_an_override_that_is_no_text_is_refused(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load_recipe({}, overrides)
 
 
 def test_what_no_other_process_could_import_is_refused_with_the_reason(found):

@@ -14,6 +14,7 @@ from exgrpo_megatron.errors import ConfigError, DataError
 
 MODULE = """
 import itertools
+import numpy as np
 from beside import ROWS
 
 def rows():
@@ -30,6 +31,25 @@ def third_without_answer():
 def second_raises():
     yield ROWS[0]
     raise KeyError("no more")
+
+def second_exits():
+    yield ROWS[0]
+    raise SystemExit(0)
+
+def exits():
+    exit()
+
+def numbers():
+    return [
+        {"question": str(n), "answer": answer}
+        for n, answer in enumerate((np.int64(12), np.float64(0.5), np.float32(0.1), np.uint8(7), np.float32(3)))
+    ]
+
+def no_number():
+    return [{"question": "1", "answer": np.float32("nan")}]
+
+def truth():
+    return [{"question": "1", "answer": np.bool_(True)}]
 
 def third_is_text():
     yield from ROWS[:2]
@@ -84,6 +104,10 @@ def test_a_function_without_end_is_asked_for_as_many_as_are_used(load) -> None:
     assert [question.answer for question in load("without_end", max_questions=3).questions] == ["2", "3", "4"]
 
 
+def test_numbers_of_numpy_are_numbers(load) -> None:
+    assert [question.answer for question in load("numbers").questions] == ["12", "0.5", "0.1", "7", "3"]
+
+
 def test_solutions_come_from_a_function_too(module, make_recipe, byte_tokenizer) -> None:
     data = {"source_function": f"{module}:rows", "solution_key": "solution"}
     config = make_recipe({"generator": "chain_arithmetic"}, {"data": data, "train_global_batch_size": 3})
@@ -102,7 +126,11 @@ def test_solutions_come_from_a_function_too(module, make_recipe, byte_tokenizer)
         ),
         ("third_is_text", ':third_is_text, row 3: must be a mapping with the columns "question", "answer", found str'),
         ("second_raises", ":second_raises', row 2: KeyError: 'no more' ("),
-        ("second_raises", "my_questions.py, line 18)"),
+        ("second_raises", "my_questions.py, line 19)"),
+        ("second_exits", ":second_exits', row 2: SystemExit: 0 ("),
+        ("exits", ":exits', row 1: SystemExit: None ("),
+        ("no_number", ':no_number, row 1: "answer" must be text or a number, found float32 '),
+        ("truth", ':truth, row 1: "answer" must be text or a number, found bool'),
         ("one_row", "gives dict, not rows: it must return a list of them, or yield them"),
         ("nothing", ":nothing': it gives no row"),
     ],

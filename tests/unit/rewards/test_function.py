@@ -51,6 +51,12 @@ class Odd:
         return -1
 
 odd, number = Odd(), 3
+
+async def awaited(question, response, answer):
+    return 1.0
+
+def yielding(question, response, answer):
+    yield 1.0
 """
 
 
@@ -171,6 +177,8 @@ def test_an_answer_without_its_question_is_refused(verifier: FunctionVerifier) -
         ("ends_at_once:reward", "exit code 0"),
         ("my_rewards:missing", "my_rewards.py) has no function 'missing'"),
         ("my_rewards:number", "my_rewards.py) has no function 'number'"),
+        ("my_rewards:awaited", "my_rewards:awaited is an `async def`: a call must return the reward itself"),
+        ("my_rewards:yielding", "my_rewards:yielding is a generator (it has a `yield`): a call must return"),
     ],
 )
 @pytest.mark.usefixtures("here")

@@ -1,6 +1,7 @@
 """Stop and resume: bit for bit the run that was not interrupted, and refusals that lose nothing."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -221,6 +222,18 @@ def test_the_best_k_checkpoints_are_kept_by_the_named_metric(tmp_path, data_para
         store.save(step, {**dict.fromkeys(STATE_KEYS), "step": step, "metrics": metrics}, lambda folder: [])
     assert [int(path.name[5:]) for path in store.whole()] == kept
     assert store.best() == (best and store.folder / f"step_{best:06d}")
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_metric_that_is_no_finite_number_makes_no_best_checkpoint(tmp_path, data_parallel, caplog, odd):
+    config = make_config(tmp_path, checkpointing={"keep_last_n": 1}).checkpointing
+    store = CheckpointStore(tmp_path / "checkpoints", config, data_parallel)
+    for step, rate in ((1, 0.2), (2, odd), (3, 0.1)):
+        metrics = {"validation/pass_rate_greedy": rate}
+        store.save(step, {**dict.fromkeys(STATE_KEYS), "step": step, "metrics": metrics}, lambda folder: [])
+    assert store.best() == store.folder / "step_000001"
+    assert [path.name for path in store.whole()] == ["step_000001", "step_000003"]
+    assert f"validation/pass_rate_greedy = {odd}, which counts as not measured" in caplog.text
 
 
 def test_the_best_checkpoint_survives_a_resume(tmp_path, run_steps):
