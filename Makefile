@@ -65,7 +65,7 @@ test: setup  ## the fast tests
 	$(PYTEST) -m "not slow and not vllm and not others and not triton and not gpu" -n $(TEST_WORKERS)
 
 # What shares a fixture stays together, and the longest begins first: tests/conftest.py.
-GROUPED := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations=12
+GROUPED := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=12
 
 test-slow: setup  ## the slow tests: learning, real model, several processes
 	$(PYTEST) -m "slow and not vllm and not others and not triton and not gpu" $(GROUPED)

@@ -12,28 +12,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LONGEST = (
     "test_quickstart.py",
-    "test_cli_process.py two_ranks",
+    "test_cli_two_ranks.py",
     "test_layouts.py",
     "test_cli_process.py",
     "test_vllm_learning.py",
     "test_vllm_layouts.py",
     "test_compiled_for_hopper.py",
 )
-"""Begun first, in this order, so that parallel test processes end together; names as `run_together` gives them."""
+"""Files that are begun first, in this order, so that parallel test processes (--dist loadfile) end together."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Where the tests of a file stay in one process (--dist loadgroup), which do, and which begin."""
     places = {name: place for place, name in enumerate(LONGEST)}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(run_together(item)))
-    items.sort(key=lambda item: places.get(run_together(item), len(places)))
-
-
-def run_together(item):
-    """The file's name; the tests that share a run on two ranks can be in another process than the rest of theirs."""
-    return item.path.name + (" two_ranks" if "two_ranks" in item.fixturenames else "")
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="session")

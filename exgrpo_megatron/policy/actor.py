@@ -116,8 +116,8 @@ class MegatronActor:
         averaged, so the result depends neither on micro-batches nor on ranks. `sequences` is this rank's share and may
         be empty. `micro_batch_entropy_coeff` adds that coefficient times the mean entropy of each micro-batch over the
         number of data-parallel ranks, as the released code does; the result then does depend on both. `lr_multiplier`
-        multiplies the schedule's learning rate in this step. Without `apply` loss and gradient are computed and the step
-        is skipped, whatever they are.
+        multiplies the schedule's learning rate in this step. Without `apply` loss and gradient are computed and the
+        step is skipped, whatever they are.
         """
         batches = self._micro_batches(list(pairs(sequences)), train=True)
         for chunk in self._model:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_cli_process import Running, free_port, train_args
+from cli_runs import Running, free_port, train_args
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
