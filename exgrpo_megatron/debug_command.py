@@ -25,15 +25,13 @@ _ONE_PROCESS = (
     "policy.megatron_cfg.sequence_parallel=false",
     "cluster.num_nodes=null",
     "cluster.gpus_per_node=null",
-    # No optimiser step is taken: all of them have the weights as they are.
-    "policy.skip_grad_norm_above=1e-300",
 )
 MAX_SHOWN = 5
 """Sequences with the largest ratios that are shown of an optimiser step."""
 
 
 def replay_recipe(folder: Path) -> Config:
-    """The recipe of the run, for one process that computes losses and gradients and changes nothing."""
+    """The recipe of the run, for one process."""
     return load_recipe(folder / "recipe.yaml", _ONE_PROCESS)
 
 
@@ -82,6 +80,7 @@ def replayed(step: BadStep, model: Path, config: Config, comm: Communicator) -> 
             update.objective,
             temperature=update.temperature,
             micro_batch_entropy_coeff=update.micro_batch_entropy_coeff,
+            apply=False,
         )
         for number, update in enumerate(step.updates)
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -107,6 +108,7 @@ class MegatronActor:
         temperature: float,
         micro_batch_entropy_coeff: float = 0.0,
         lr_multiplier: float = 1.0,
+        apply: bool = True,
     ) -> UpdateResult:
         """Take one optimiser step on the sequences of all data-parallel ranks together; collective over all processes.
 
@@ -114,7 +116,8 @@ class MegatronActor:
         averaged, so the result depends neither on micro-batches nor on ranks. `sequences` is this rank's share and may
         be empty. `micro_batch_entropy_coeff` adds that coefficient times the mean entropy of each micro-batch over the
         number of data-parallel ranks, as the released code does; the result then does depend on both. `lr_multiplier`
-        multiplies the schedule's learning rate in this step.
+        multiplies the schedule's learning rate in this step. Without `apply` loss and gradient are computed and the
+        step is skipped, whatever they are.
         """
         batches = self._micro_batches(list(pairs(sequences)), train=True)
         for chunk in self._model:
@@ -141,7 +144,7 @@ class MegatronActor:
             self._scheduler,
             loss=total_loss,
             max_norm=self._policy.max_grad_norm,
-            skip_above=self._policy.skip_grad_norm_above,
+            skip_above=self._policy.skip_grad_norm_above if apply else -math.inf,  # also a norm of 0 is above that
             lr_multiplier=lr_multiplier,
         )
         self.version += not step.skipped

@@ -129,6 +129,20 @@ def test_a_gradient_above_the_bound_changes_nothing(tmp_path: Path, group: DataP
     assert max_difference(dict(actor.export_weights()), dict(untouched.export_weights())) == 0
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_an_update_that_is_not_to_be_applied_changes_no_bit_whatever_its_norm(
+    weight: float, tmp_path: Path, group: DataParallel
+) -> None:
+    save_model("qwen2", tmp_path)
+    actor = make_actor(tmp_path, group, OPTIMIZER)
+    before = {name: tensor.clone() for name, tensor in actor.export_weights()}
+    sequences = [replace(item, policy_weight=weight, entropy_weight=0.0) for item in random_sequences(2)]
+    result = actor.update(sequences, Objective(), temperature=1.0, apply=False)
+    # The gradient is the weight times something; of 0 a step would still decay the weights.
+    assert (result.grad_norm == 0.0, result.skipped, actor.version) == (weight == 0, True, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in actor.export_weights())
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, group: DataParallel) -> None:
     save_model("qwen2", tmp_path)
     actor = make_actor(tmp_path, group)

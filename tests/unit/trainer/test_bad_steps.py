@@ -93,6 +93,14 @@ def test_the_loss_and_norm_of_a_kept_step_come_out_of_its_numbers_and_of_its_tok
     assert [again[number].loss for number in (0, 1)] == pytest.approx(
         [update.loss for update in kept.updates], rel=1e-6
     )
+    # An optimiser step before it, even one without a gradient, leaves what the second is computed with.
+    still = [replace(one, policy_weight=0.0, entropy_weight=0.0) for one in kept.updates[0].sequences]
+    after = replayed(
+        replace(kept, updates=[replace(kept.updates[0], sequences=still), kept.updates[1]]),
+        kept.folder / "weights", config, data_parallel,
+    )  # fmt: skip
+    assert (after[0].grad_norm, after[0].skipped) == (0.0, True)
+    assert (after[1].loss, after[1].grad_norm) == (again[1].loss, again[1].grad_norm)
     norms = [update.grad_norm for update in kept.updates]
     assert [again[number].grad_norm for number in (0, 1)] == pytest.approx(norms, rel=1e-5)
 
