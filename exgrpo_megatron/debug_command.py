@@ -25,6 +25,7 @@ _ONE_PROCESS = (
     "cluster.num_nodes=null",
     "cluster.gpus_per_node=null",
 )
+_ANY_WIDTH = 10_000
 MAX_SHOWN = 5
 """Sequences with the largest ratios that are shown of an optimiser step."""
 MAX_RANKS_SHOWN = 20
@@ -45,7 +46,7 @@ def show_bad_step(folder: Path) -> None:
         console.print(f"nothing of ranks {shown}{f' and {more} more' if more > 0 else ''}", highlight=False)
     if step.traceback:
         console.print(step.traceback, soft_wrap=True, highlight=False, markup=False)
-    console.print(_table(step, {}))
+    _print_updates(console, step, {})
     for number, update in enumerate(step.updates, 1):
         if not update.whole:
             console.print(f"optimiser step {number}: only the sequences of some ranks are there", highlight=False)
@@ -58,7 +59,7 @@ def replay_bad_step(folder: Path, model: Path | None, config: Config, comm: Comm
     those in the folder."""
     step = read_bad_step(folder)
     results = replayed(step, model or folder / WEIGHTS, config, comm)
-    Console().print(_table(step, results))
+    _print_updates(Console(), step, results)
     applied = [update.version for update in step.updates if update.version != step.weights_version]
     if model is None and applied:
         Console().print(
@@ -90,25 +91,41 @@ def replayed(step: BadStep, model: Path, config: Config, comm: Communicator) -> 
     }
 
 
-def _table(step: BadStep, results: dict[int, UpdateResult]) -> Table:
-    table = Table(title=str(step.folder), title_justify="left", box=None, pad_edge=False)
-    columns = ["optimiser step", "sequences", "replayed", "weights", "loss", "norm", "skipped"]
-    for name in [*columns, *(["loss again", "norm again"] if results else ["loss from log-probs"])]:
-        table.add_column(name, justify="right")
-    for number, update in enumerate(step.updates):
-        result = results.get(number)
-        again = [_shown(loss_of(update))] if result is None else [_shown(result.loss), _shown(result.grad_norm)]
-        table.add_row(
-            str(number + 1),
-            str(len(update.sequences)),
-            str(sum(sequence.replayed for sequence in update.sequences)),
-            f"version {update.version}",
-            _shown(update.loss),
-            _shown(update.grad_norm),
-            "raised" if update.skipped is None else "yes" if update.skipped else "no",
-            *again,
-        )
-    return table
+def _print_updates(console: Console, step: BadStep, results: dict[int, UpdateResult]) -> None:
+    """A table with a row an optimiser step or, where the console is narrower, a line a value: no number is cut."""
+    rows = [_row(number, update, results.get(number)) for number, update in enumerate(step.updates)]
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0] if rows else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(str(step.folder), soft_wrap=True, highlight=False, markup=False)
+    if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum <= console.width:
+        console.print(table)
+        return
+    for row in rows:
+        width = max(map(len, row))
+        for name, value in row.items():
+            console.print(f"{name:<{width}}  {value}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _row(number: int, update: KeptUpdate, result: UpdateResult | None) -> dict[str, str]:
+    """What is shown of an optimiser step, by column."""
+    again = (
+        {"loss from log-probs": _shown(loss_of(update))}
+        if result is None
+        else {"loss again": _shown(result.loss), "norm again": _shown(result.grad_norm)}
+    )
+    return {
+        "optimiser step": str(number + 1),
+        "sequences": str(len(update.sequences)),
+        "replayed": str(sum(sequence.replayed for sequence in update.sequences)),
+        "weights": f"version {update.version}",
+        "loss": _shown(update.loss),
+        "norm": _shown(update.grad_norm),
+        "skipped": "raised" if update.skipped is None else "yes" if update.skipped else "no",
+        **again,
+    }
 
 
 def _largest_ratios(update: KeptUpdate) -> list[str]:

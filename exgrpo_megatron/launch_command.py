@@ -13,7 +13,6 @@ from pathlib import Path
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.plan.ranks import lay_out
-from exgrpo_megatron.plan_command import planned_processes
 
 _KILL_S = 60
 """Between the end of torchrun's patience with its ranks and that of Slurm's with the job."""
@@ -40,17 +39,14 @@ class SlurmJob:
 
 
 def check_job(config: Config, job: SlurmJob) -> None:
-    """Raise ConfigError where the recipe is not for so many processes, or a value is none that sbatch would take."""
+    """Raise ConfigError where the recipe's layout does not divide the job's processes, or a value is none that sbatch
+    would take."""
     world_size = job.nodes * job.gpus_per_node
-    planned_processes(config.cluster, world_size)
-    nodes, per_node = config.cluster.num_nodes or job.nodes, config.cluster.gpus_per_node or job.gpus_per_node
-    if nodes * per_node != world_size:
-        raise ConfigError(
-            f"--nodes {job.nodes} --gpus-per-node {job.gpus_per_node} are {world_size} processes, but "
-            f"cluster.num_nodes * cluster.gpus_per_node = {nodes} * {per_node} = {nodes * per_node}: the run would be "
-            "refused; set both keys for it, or to null"
-        )
-    lay_out(world_size, config.policy.megatron_cfg)
+    try:
+        lay_out(world_size, config.policy.megatron_cfg)
+    except ConfigError as error:
+        asked = f"--nodes {job.nodes} --gpus-per-node {job.gpus_per_node}"
+        raise ConfigError(f"{asked}: {error}; give other numbers, or change the layout") from None
     if job.stop_before_s <= _KILL_S:
         raise ConfigError(f"--stop-before-s {job.stop_before_s}: must be more than {_KILL_S}, and longer than a step")
     if job.time is not None:
@@ -58,6 +54,17 @@ def check_job(config: Config, job: SlurmJob) -> None:
     for option, value in (("--job-name", job.name), ("--partition", job.partition), ("--account", job.account)):
         if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
             raise ConfigError(f"{option} {value!r}: letters, digits and . , _ @ + - only")
+
+
+def machine_overrides(config: Config, job: SlurmJob) -> list[str]:
+    """What the recipe's numbers of machines and processes are to be, where they are other than the job's; null is as
+    many as are launched."""
+    wanted = {"num_nodes": job.nodes, "gpus_per_node": job.gpus_per_node}
+    return [
+        f"cluster.{name}={number}"
+        for name, number in wanted.items()
+        if getattr(config.cluster, name) not in (None, number)
+    ]
 
 
 def training_python(given: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from exgrpo_megatron.config import Config
+from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.launch_command import SlurmJob
 
 
@@ -20,6 +22,20 @@ class Ask:
     account: str | None
     time: str | None
     stop_before_s: int
+
+    def check_overrides(self, overrides: Sequence[str]) -> None:
+        """Raise ConfigError where an override says another number of machines or processes than its option."""
+        asked = {
+            "cluster.num_nodes": ("--nodes", self.nodes),
+            "cluster.gpus_per_node": ("--gpus-per-node", self.gpus_per_node),
+        }
+        for override in overrides:
+            key, _, value = override.partition("=")
+            option, number = asked.get(key, ("", None))
+            if number is not None and value.strip() not in ("null", str(number)):
+                raise ConfigError(
+                    f"{option} {number} sets {key} for the run, but {override} is given too: leave one out"
+                )
 
     def job(self, config: Config, processes: int) -> SlurmJob:
         """With the recipe's machines, and `processes` of each where neither it nor the command line says."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from exgrpo_megatron.arguments import OverridesArgument
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.launch_command import batch_file, check_job, training_python
+from exgrpo_megatron.launch_command import batch_file, check_job, machine_overrides, training_python
 from exgrpo_megatron.launch_request import Ask, LaunchRequest, Place
 from exgrpo_megatron.process import quiet_libraries
 from exgrpo_megatron.recipe import load_recipe
@@ -46,14 +46,18 @@ def launch(
     ] = False,
     nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Machines. Default: cluster.num_nodes; 1 where that is null", show_default=False),
+        typer.Option(
+            min=1,
+            help="Machines; sets cluster.num_nodes for the run. Default: as it is there; 1 where that is null",
+            show_default=False,
+        ),
     ] = None,
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Processes of a machine. Default: cluster.gpus_per_node; where that is null 8, and 1 with "
-            "--executor local",
+            help="Processes of a machine; sets cluster.gpus_per_node for the run. Default: as it is there; where that "
+            "is null 8, and 1 with --executor local",
             show_default=False,
         ),
     ] = None,
@@ -92,6 +96,7 @@ def launch(
     """Train a recipe on a cluster with Slurm: write a batch file, or launch it through NeMo-Run."""
     place = Place(python, folder, container_image, tuple(container_mount or ()), ssh, job_dir)
     ask = Ask(nodes, gpus_per_node, job_name or recipe.stem, partition, account, time, stop_before_s)
+    ask.check_overrides(overrides or [])
     if executor is None:
         _refuse("without --executor", {"--dry-run": dry_run, **place.of_nemo_run})
         _write_batch_file(recipe, overrides or [], ask, place, output)
@@ -117,9 +122,9 @@ def _refuse(where: str, given: Mapping[str, object]) -> None:
 def _need_nemo_run() -> None:
     if importlib.util.find_spec("nemo_run") is None:
         raise ConfigError(
-            "--executor needs NeMo-Run, which is not installed here: make an environment for launching with the extra "
-            "`launcher` (docs/nemo.md; it cannot be in one with vLLM), or leave --executor out, which writes a batch "
-            "file for sbatch without NeMo-Run"
+            "--executor needs NeMo-Run, which is not installed here: `make setup-others` in the repository makes an "
+            "environment for launching, then .venv-launcher/bin/exgrpo launch ... (elsewhere: the extra `launcher`, "
+            "docs/nemo.md); or leave --executor out, which writes a batch file for sbatch without NeMo-Run"
         )
 
 
@@ -127,6 +132,7 @@ def _write_batch_file(recipe: Path, overrides: list[str], ask: Ask, place: Place
     config = load_recipe(recipe, overrides)
     job = ask.job(config, processes=8)
     check_job(config, job)
+    overrides = [*overrides, *machine_overrides(config, job)]
     text = batch_file(job, recipe, overrides, training_python(place.python), place.folder_or_this())
     if output is None:
         sys.stdout.write(text)

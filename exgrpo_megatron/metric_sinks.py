@@ -56,6 +56,8 @@ class RunSink(MetricSink, Protocol):
     title: str
     where: str
     """An address or a folder."""
+    look: str
+    """The same, with the command that shows or sends it."""
 
     def answers(self, step: int, rows: Sequence[AnswerRow]) -> None:
         """Keep some answers of a step; comes before its metrics."""
@@ -176,6 +178,10 @@ class MetricsLogger:
     def where(self) -> dict[str, str]:
         """Where the tools have the run."""
         return {tool.title: tool.where for tool in self._tools}
+
+    def look(self) -> dict[str, str]:
+        """The same, with the command that shows or sends it."""
+        return {tool.title: tool.look for tool in self._tools}
 
     def lost(self) -> list[str]:
         """What the tools did not get, once they are closed."""

@@ -219,7 +219,7 @@ METRICS: dict[str, Metric] = {
     "validation/avg/<set>": Metric("share", "avg@k of a set of eval.sets (here and below: in_training only)"),
     "validation/maj/<set>": Metric("share", "maj@k of a set with several samples a question"),
     "validation/pass/<set>": Metric("share", "pass@k of such a set, with /k behind its name, for every k of pass_at"),
-    "validation/macro_avg/<group>": Metric("share", "mean of avg@k over the sets of a group, ID or OOD"),
+    "validation/macro_avg/<group>": Metric("share", "mean of avg@k over the sets that name this group, ID or OOD"),
     "sft/loss": Metric("nats", "supervised fine-tuning: mean negative log-prob of a target token"),
     "sft/learning_rate": Metric("", "supervised fine-tuning: learning rate"),
     "sft/grad_norm": Metric("", "supervised fine-tuning: global L2 norm of the gradient before clipping"),

@@ -12,7 +12,7 @@ from exgrpo_megatron.arguments import OverridesArgument, RecipeArgument
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.plan_command import planned_processes, show_plan
 from exgrpo_megatron.process import quiet_libraries
-from exgrpo_megatron.recipe import dump_recipe, load_recipe, load_with_report
+from exgrpo_megatron.recipe import dump_recipe, load_recipe, load_with_report, to_show
 from exgrpo_megatron.recipe_options import options as recipe_options
 
 # What needs torch is imported inside the commands: show and options answer at once.
@@ -33,7 +33,7 @@ def show(
     config, of_nemo_rl = load_with_report(recipe, overrides or [])
     processes = planned_processes(config.cluster, world_size)
     console = Console()
-    console.print(dump_recipe(config), markup=False, highlight=False, soft_wrap=True)
+    console.print(dump_recipe(to_show(config)), markup=False, highlight=False, soft_wrap=True)
     if of_nemo_rl is not None:
         console.print(of_nemo_rl, "", sep="\n", markup=False, highlight=False, soft_wrap=True)
     data_parallel_size = max(1, (processes or 1) // config.policy.megatron_cfg.model_parallel_size)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from exgrpo_megatron.addresses import without_credentials
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.functions import with_names
@@ -88,8 +89,20 @@ def dump_recipe(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
+def to_show(config: Config) -> Config:
+    """The recipe for the eyes of others: without the credentials that addresses in it may have."""
+    mlflow = config.logger.mlflow
+    clean = {
+        name: without_credentials(address)
+        for name in ("tracking_uri", "artifact_location")
+        if (address := getattr(mlflow, name)) is not None
+    }
+    logger = config.logger.model_copy(update={"mlflow": mlflow.model_copy(update=clean)})
+    return config.model_copy(update={"logger": logger})
+
+
 def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """`key: old -> new` for every leaf that differs between two resolved recipes."""
+    """`key: old -> new` for every leaf that differs between two resolved recipes; addresses without credentials."""
     lines = []
     for name in {**old, **new}:
         before, after = old.get(name), new.get(name)
@@ -102,7 +115,7 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 def _as_yaml(value: Any) -> str:
     """As it stands in a recipe: null, true, 0.5, a text without quotes."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return without_credentials(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _read_with_defaults(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:

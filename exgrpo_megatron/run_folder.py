@@ -18,7 +18,7 @@ from exgrpo_megatron.files import replace_text, writable_folder
 from exgrpo_megatron.loggers.choice import open_loggers
 from exgrpo_megatron.loggers.protocol import RunFacts
 from exgrpo_megatron.metric_sinks import JsonlSink, MetricSink, MetricsLogger, TensorBoardSink, read_metrics
-from exgrpo_megatron.recipe import dump_recipe
+from exgrpo_megatron.recipe import dump_recipe, to_show
 from exgrpo_megatron.versions import git_revision, versions
 
 RECIPE_FILE = "recipe.yaml"
@@ -135,7 +135,7 @@ def _opened(config: Config, comm: Communicator, last_step: int, folder: Path | N
         folder=at,
         name=run.resolve().name,
         suffix="" if folder is None else f"-{at.name}",
-        recipe=config.model_dump(mode="json"),
+        recipe=to_show(config).model_dump(mode="json"),
         made_with=_made_with(comm),
         files=tuple(path for path in (at / RECIPE_FILE,) if path.is_file()),
     )

@@ -199,9 +199,16 @@ def _check_stop_tokens(sampling: SamplingParams, architecture: Architecture) -> 
 
 def _check_enough_questions(config: Config, train: QuestionSet) -> None:
     wanted = config.grpo.num_prompts_per_step
-    if wanted > len(train.questions):
-        raise ConfigError(
-            f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions "
-            f"left after the length filter ({len(train.dropped_too_long)} were too long) and data.train.pass_rate_band "
-            f"or _range ({len(train.dropped_by_pass_rate)} were outside): lower it, or give more questions"
-        )
+    if wanted <= len(train.questions):
+        return
+    data = config.data.train
+    by_pass_rate = [
+        f"data.train.{name} ({len(train.dropped_by_pass_rate)} were outside)"
+        for name, limits in (("pass_rate_band", data.pass_rate_band), ("pass_rate_range", data.pass_rate_range))
+        if limits is not None
+    ]
+    filters = [f"the length filter ({len(train.dropped_too_long)} were too long)", *by_pass_rate]
+    raise ConfigError(
+        f"grpo.num_prompts_per_step = {wanted} is more than the {len(train.questions)} training questions left after "
+        f"{' and '.join(filters)}: lower it, or give more questions"
+    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,8 @@ class RunOutcome:
     """False where a signal stopped it before the last step."""
     checkpoint: Path | None
     export: Path | None
+    tools: Mapping[str, str] = field(default_factory=dict)
+    """Where the loggers of others have it, by their title, and how to look; empty where nothing was left to train."""
 
 
 class TrainingRun:
@@ -127,7 +129,8 @@ class TrainingRun:
                 metrics.finish(partial(self._outcome, export), [export / "README.md"] if export else [])
         for line in metrics.lost():
             self.reporter.note(line)
-        return RunOutcome(self.folder.path, self.trainer.last_step, first_step, finished, self.last_checkpoint, export)
+        last_step, tools = self.trainer.last_step, metrics.look()
+        return RunOutcome(self.folder.path, last_step, first_step, finished, self.last_checkpoint, export, tools)
 
     def _after_step(
         self, metrics: MetricsLogger, history: HistoryWriter | None, stop: StopSignal, before: dict[str, float]
@@ -274,9 +277,7 @@ class TrainingRun:
         self.trainer.load_state_dict(state)
         if self.parts.experience.num_damaged:
             self.reporter.note(f"experience: {self.parts.experience.num_damaged} answers lost to damaged files so far")
-        self.reporter.note(
-            f"resuming from {checkpoint}: {state['step']} of {self.config.grpo.max_num_steps} steps are done"
-        )
+        self.reporter.note(f"resuming from {checkpoint}: {steps_text(state['step'], self.config.grpo.max_num_steps)}")
         for line in changed_keys(state["recipe"], self.config.model_dump(mode="json")):
             self.reporter.note(f"the recipe changed since then: {line}")
 
@@ -324,6 +325,13 @@ def finished_run(config: Config, inputs: Inputs, comm: Communicator) -> RunOutco
     if step < config.grpo.max_num_steps or (config.checkpointing.export_hf and export is None):
         return None
     return RunOutcome(folder.path, step, step, True, checkpoint, export)
+
+
+def steps_text(done: int, wanted: int) -> str:
+    """How far a run is that may have been meant to be longer before."""
+    if done > wanted:
+        return f"{done} steps are done, more than grpo.max_num_steps = {wanted}"
+    return f"{done} of {wanted} steps are done"
 
 
 def steps_done(config: Config, comm: Communicator) -> int:

@@ -119,7 +119,9 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
         return
     trained = outcome.last_step > outcome.first_step
     if not trained:
-        Console().print(f"nothing was left to train: all {outcome.last_step} steps are done", highlight=False)
+        done, wanted = outcome.last_step, config.grpo.max_num_steps
+        how_far = f"all {done} steps are done" if done == wanted else session.steps_text(done, wanted)
+        Console().print(f"nothing was left to train: {how_far}", highlight=False)
     metrics = outcome.log_dir / METRICS_FILE
     records = read_metrics(metrics)
     before, after = before_and_after(records)
@@ -139,6 +141,7 @@ def _finish(outcome: RunOutcome | None, config: Config, elapsed_s: float) -> Non
         elapsed_s=elapsed_s if trained else None,
         temperature=config.eval.temperature,
         health=health_lines(records),
+        tools=outcome.tools,
     )
 
 

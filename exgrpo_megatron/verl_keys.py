@@ -9,11 +9,13 @@ _SECTIONS = frozenset(
     }
 )  # fmt: skip
 _DATA_KEYS = {
+    "data.apply_chat_template_kwargs": "leave it out; the chat template gets the messages alone",
     "data.custom_cls": "leave it out; questions come from files",
     "data.filter_overlong_prompts": "leave it out; too long prompts are always left out",
     "data.max_prompt_length": "use data.max_input_seq_length",
     "data.max_response_length": "use policy.generation.max_new_tokens",
     "data.prompt_key": "use data.train.question_key",
+    "data.return_raw_chat": "leave it out; prompts are rendered here",
     "data.reward_impl_version": "use env.math or env.reward_function",
     "data.seed": "use grpo.seed",
     "data.shuffle": "use data.epoch_order; questions are always shuffled",

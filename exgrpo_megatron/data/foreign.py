@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exgrpo_megatron.data.foreign_kinds import SolutionOf, SourceFormat
+from exgrpo_megatron.data.foreign_kinds import REQUIRED, SolutionOf, SourceFormat
 from exgrpo_megatron.data.rows import Row, number_text, read_rows
 from exgrpo_megatron.errors import DataError
 
@@ -39,13 +39,6 @@ class Candidate:
 NO_QUESTION = "no_question"
 NO_ANSWER = "no_answer"
 NOT_ONE_TURN = "not_one_turn"
-
-REQUIRED: Mapping[SourceFormat, tuple[str, ...]] = {
-    SourceFormat.openr1: ("problem", "answer"),
-    SourceFormat.verl: ("prompt", "reward_model"),
-    SourceFormat.questions: ("question", "answer"),
-}
-"""Columns that make a format."""
 
 INSTRUCTIONS: Sequence[tuple[str, str]] = (
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -11,6 +12,14 @@ class SourceFormat(StrEnum):
     openr1 = "openr1"
     verl = "verl"
     questions = "questions"
+
+
+REQUIRED: Mapping[SourceFormat, tuple[str, ...]] = {
+    SourceFormat.openr1: ("problem", "answer"),
+    SourceFormat.verl: ("prompt", "reward_model"),
+    SourceFormat.questions: ("question", "answer"),
+}
+"""Columns that make a format."""
 
 
 class SolutionOf(StrEnum):

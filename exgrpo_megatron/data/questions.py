@@ -178,12 +178,15 @@ class CollectedQuestions:
 
     def finish(self, key: str, source: str) -> QuestionSet:
         if not self.questions:
+            by_rate = (
+                f", and {len(self.of_another_rate)} are outside of {key}.pass_rate_band or pass_rate_range (measure "
+                "with more answers, or widen it)"
+            )
             raise DataError(
                 f"{key}: no question of {source} is left of {len(self.by_id)}: {len(self.too_long)} prompts are longer "
                 f"than data.max_input_seq_length = {self.data.max_input_seq_length} tokens (raise it), and "
                 f"{len(self.unwritable)} questions have characters that the tokenizer of {self.tokenizer.folder} "
-                f"cannot write (use another model or other questions), and {len(self.of_another_rate)} are outside of "
-                f"{key}.pass_rate_band or pass_rate_range (measure with more answers, or widen it)"
+                f"cannot write (use another model or other questions){by_rate if self.of_another_rate else ''}"
             )
         return QuestionSet(
             questions=tuple(self.questions),

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from exgrpo_megatron.data.foreign_kinds import REQUIRED, SourceFormat
 from exgrpo_megatron.errors import DataError
 
 _JSONL_ENDINGS = (".jsonl", ".ndjson")
@@ -35,7 +36,7 @@ class Row:
         """The text in a column; DataError where it is empty or no text."""
         value = self.values[column]
         if not isinstance(value, str):
-            raise self._error(column, f"must be text, found {_shown(value)}; correct the row")
+            raise self._error(column, f"must be text, found {_shown(value)}; {_remedy(value)}")
         return self._checked(column, value)
 
     def text_or_number(self, column: str) -> str:
@@ -43,7 +44,7 @@ class Row:
         value = self.values[column]
         text = value.strip() if isinstance(value, str) else number_text(value)
         if text is None:
-            raise self._error(column, f"must be text or a number, found {_shown(value)}; correct the row")
+            raise self._error(column, f"must be text or a number, found {_shown(value)}; {_remedy(value)}")
         return self._checked(column, text)
 
     def _checked(self, column: str, text: str) -> str:
@@ -155,8 +156,17 @@ def _check_columns(place: str, wanted: Sequence[str], present: Sequence[str]) ->
     if missing:
         raise DataError(
             f"{place}: no column {_list(missing)}; there are {_list(present)}: name the right ones in the recipe "
-            f"(question_key, answer_key, id_key, category_key, solution_key, choices_key)"
+            f"(question_key, answer_key, id_key, category_key, solution_key, choices_key){_other_way(present)}"
         )
+
+
+def _other_way(present: Sequence[str]) -> str:
+    """For columns that `exgrpo data prepare` knows and a question file does not have."""
+    kinds = (kind for kind in REQUIRED if kind is not SourceFormat.questions)
+    kind = next((kind for kind in kinds if set(REQUIRED[kind]) <= set(present)), None)
+    if kind is None:
+        return ""
+    return f"; of such a file ({kind}), `exgrpo data prepare FILE --out train.jsonl` makes one of questions"
 
 
 def number_text(value: Any) -> str | None:
@@ -167,6 +177,13 @@ def number_text(value: Any) -> str | None:
     if value == int(value):
         return str(int(value))
     return f"{Decimal(str(value)).normalize():f}"
+
+
+def _remedy(value: Any) -> str:
+    """What to do about a value that is no text; verl's files have chats and objects with the answer in them."""
+    first = value[0] if isinstance(value, list) and value else value
+    of_verl = isinstance(first, Mapping) and ("role" in first or "ground_truth" in first)
+    return "`exgrpo data prepare` makes a question file of such a one" if of_verl else "correct the row"
 
 
 def _shown(value: Any) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import Queue
 from threading import Thread
 
+from exgrpo_megatron.addresses import without_credentials
 from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.loggers.protocol import Ended, RunLogger
 from exgrpo_megatron.metric_sinks import AnswerRow
@@ -18,6 +19,12 @@ DRAIN_S = 60.0
 """How long a run waits at its end for what is still to be handed over."""
 
 logger = logging.getLogger(__name__)
+
+
+def in_a_line(error: Exception, secrets: Sequence[str]) -> str:
+    """Kind and first line of an error of a tool, without credentials."""
+    words = str(error).strip().partition("\n")[0]
+    return without_credentials(f"{type(error).__name__}: {words}", secrets)
 
 
 class Memory:
@@ -50,14 +57,15 @@ class GuardedLogger:
     run resumed from an older checkpoint does again is left out, and counted.
     """
 
-    def __init__(self, title: str, run: RunLogger, memory: Memory) -> None:
-        self.title, self.where = title, run.where
+    def __init__(self, title: str, run: RunLogger, memory: Memory, secrets: Sequence[str] = ()) -> None:
+        """`secrets` are kept out of what is said of failures."""
+        self.title, self.where, self.look = title, run.where, run.look
         self.num_failed = 0
         """Calls that failed."""
         self.num_undelivered = 0
         self.again: list[int] = []
         """Steps that were handed over before the run was resumed."""
-        self._run, self._memory = run, memory
+        self._run, self._memory, self._secrets = run, memory, secrets
         self._first_failure = ""
         self._ended: Ended | None = None
         self._queue: Queue[Callable[[], None] | None] = Queue()
@@ -111,8 +119,7 @@ class GuardedLogger:
     def _failed(self, error: Exception) -> None:
         self.num_failed += 1
         if self.num_failed == 1:
-            words = str(error).strip().partition("\n")[0]
-            self._first_failure = f"{type(error).__name__}: {words}"
+            self._first_failure = in_a_line(error, self._secrets)
             logger.warning("%s: %s; training goes on, further failures are counted", self.title, self._first_failure)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:

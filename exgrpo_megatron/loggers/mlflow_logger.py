@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -14,20 +13,24 @@ from typing import Any, TypeVar
 
 # A run tells nobody how it uses MLflow, least of all one that keeps its metrics in a file; read when it is imported.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+# At a run's end MLflow prints its address as it is, with user and password.
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
 import mlflow
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from exgrpo_megatron.addresses import without_credentials
 from exgrpo_megatron.config import MLflowConfig
-from exgrpo_megatron.loggers.protocol import Ended, LoggerError, RunFacts
+from exgrpo_megatron.loggers.mlflow_names import mlflow_name
+from exgrpo_megatron.loggers.mlflow_store import opening, own_uri
+from exgrpo_megatron.loggers.protocol import Ended, RunFacts
 from exgrpo_megatron.metric_sinks import AnswerRow
 
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table that it makes
 _STATUS = {Ended.finished: "FINISHED", Ended.stopped: "KILLED", Ended.failed: "FAILED"}
 _METRICS_A_CALL, _PARAMS_A_CALL, _PARAM_LENGTH = 1000, 100, 6000
 """What MLflow takes at most."""
-_NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
 
 T = TypeVar("T")
 
@@ -36,20 +39,22 @@ class MlflowLogger:
     """One run of MLflow."""
 
     def __init__(self, facts: RunFacts, run_id: str | None) -> None:
-        """Begin a run, or go on with that of `run_id`; raises LoggerError where MLflow cannot."""
+        """Begin a run, or go on with that of `run_id`; raises where MLflow cannot: LoggerError, or
+        anything of MLflow, of a database's driver, of the network."""
         chosen = facts.logger.mlflow
         uri = _tracking_uri(chosen, facts.folder)
-        try:
+        with opening(uri):
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self.run_id = self._found(run_id) or self._begun(facts, uri)
             self._describe(facts, new=self.run_id != run_id)
-        except (MlflowException, OSError) as error:
-            raise LoggerError(str(error)) from error
-        self.where = f"run {self.run_id} of {uri}"
+        shown = without_credentials(uri)
+        self.where = f"run {self.run_id} of {shown}"
+        command = f"; to look at it (pip install mlflow): mlflow ui --backend-store-uri {shown}"
+        self.look = self.where + ("" if uri.startswith(("http:", "https:", "databricks")) else command)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [Metric(_NOT_IN_NAMES.sub("_", name), float(value), now, step) for name, value in values.items()]
+        metrics = [Metric(mlflow_name(name), float(value), now, step) for name, value in values.items()]
         for some in _portions(metrics, _METRICS_A_CALL):
             self._client.log_batch(self.run_id, metrics=some)
 
@@ -73,17 +78,24 @@ class MlflowLogger:
 
     def _begun(self, facts: RunFacts, uri: str) -> str:
         chosen = facts.logger.mlflow
-        found = self._client.get_experiment_by_name(chosen.experiment_name)
-        if found:
-            experiment = found.experiment_id
-        else:
-            # Beside a database in the run's folder; a server has a place of its own.
-            beside = (facts.folder / "mlflow_artifacts").absolute().as_uri() if uri == _own_uri(facts.folder) else None
-            experiment = self._client.create_experiment(
-                chosen.experiment_name, artifact_location=chosen.artifact_location or beside
-            )
+        # Beside a database in the run's folder; a server has a place of its own.
+        beside = (facts.folder / "mlflow_artifacts").absolute().as_uri() if uri == own_uri(facts.folder) else None
+        experiment = self._experiment(chosen.experiment_name, chosen.artifact_location or beside)
         name = (chosen.run_name or facts.name) + facts.suffix
         return str(self._client.create_run(experiment, run_name=name).info.run_id)
+
+    def _experiment(self, name: str, files: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found:
+            return str(found.experiment_id)
+        try:
+            return str(self._client.create_experiment(name, artifact_location=files))
+        except MlflowException as error:
+            # Another run that began at the same time, or this request itself, sent again after its answer was lost.
+            found = self._client.get_experiment_by_name(name) if error.error_code == "RESOURCE_ALREADY_EXISTS" else None
+            if not found:
+                raise
+            return str(found.experiment_id)
 
     def _describe(self, facts: RunFacts, *, new: bool) -> None:
         """Recipe, versions and files. Parameters of MLflow never change: a resumed run adds those that are new, and
@@ -102,17 +114,13 @@ class MlflowLogger:
 def _tracking_uri(config: MLflowConfig, folder: Path) -> str:
     if config.tracking_uri is not None:
         return config.tracking_uri
-    return str(mlflow.get_tracking_uri()) if mlflow.is_tracking_uri_set() else _own_uri(folder)
-
-
-def _own_uri(folder: Path) -> str:
-    return f"sqlite:///{(folder / 'mlflow.db').absolute()}"
+    return str(mlflow.get_tracking_uri()) if mlflow.is_tracking_uri_set() else own_uri(folder)
 
 
 def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     """Dotted keys with their values as JSON, text as it is."""
     for name, value in section.items():
-        key = _NOT_IN_NAMES.sub("_", f"{prefix}{name}")
+        key = mlflow_name(f"{prefix}{name}")
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
         else:

@@ -50,6 +50,8 @@ class RunLogger(Protocol):
     """By which a resumed run finds it again."""
     where: str
     """To be shown: an address or a folder."""
+    look: str
+    """The same for the end of a run, with the command that shows or sends it."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Keep the metrics of a step, under their names; each step comes once, in rising order."""

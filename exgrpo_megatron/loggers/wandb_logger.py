@@ -8,11 +8,11 @@ from dataclasses import astuple, fields
 from pathlib import Path
 
 import wandb
-from wandb.errors import Error as WandbError
 
+from exgrpo_megatron.addresses import without_credentials
 from exgrpo_megatron.config import WandbConfig
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.loggers.protocol import Ended, LoggerError, RunFacts
+from exgrpo_megatron.loggers.protocol import Ended, RunFacts
 from exgrpo_megatron.metric_sinks import AnswerRow
 
 _EXIT_CODES = {Ended.finished: 0, Ended.stopped: 0, Ended.failed: 1}
@@ -22,29 +22,29 @@ class WandbLogger:
     """One run of W&B; metrics have the trainer's step as W&B's own."""
 
     def __init__(self, facts: RunFacts, run_id: str | None) -> None:
-        """Begin a run, or go on with that of `run_id`; raises LoggerError where W&B cannot."""
+        """Begin a run, or go on with that of `run_id`; raises anything of W&B's where it cannot."""
         chosen = facts.logger.wandb
         # For the whole process too: else what wandb says of its own use is sent, though the run is offline.
         given = {"mode": chosen.mode} if chosen.mode else {}
         wandb.setup(wandb.Settings(silent=True, **given))
-        try:
-            self._run = wandb.init(
-                project=chosen.project,
-                entity=chosen.entity,
-                name=(chosen.name or facts.name) + facts.suffix,
-                id=run_id,
-                resume="allow" if run_id else None,
-                mode=chosen.mode,
-                dir=str(facts.folder),
-                config={**facts.recipe, "made_with": dict(facts.made_with)},
-                reinit="create_new",
-                # The terminal is the run's own: no copies of its lines, and no lines of wandb's.
-                settings=wandb.Settings(console="off", silent=True),
-            )
-        except (WandbError, OSError) as error:
-            raise LoggerError(str(error)) from error
+        self._run = wandb.init(
+            project=chosen.project,
+            entity=chosen.entity,
+            name=(chosen.name or facts.name) + facts.suffix,
+            id=run_id,
+            resume="allow" if run_id else None,
+            mode=chosen.mode,
+            dir=str(facts.folder),
+            config={**facts.recipe, "made_with": dict(facts.made_with)},
+            reinit="create_new",
+            # The terminal is the run's own: no copies of its lines, and no lines of wandb's.
+            settings=wandb.Settings(console="off", silent=True),
+        )
         self.run_id = str(self._run.id)
-        self.where = str(Path(self._run.dir).parent if self._run.offline else self._run.url)
+        self.where = str(Path(self._run.dir).parent if self._run.offline else without_credentials(str(self._run.url)))
+        # A run that was resumed has several folders, of one id.
+        parts = facts.folder / "wandb" / f"offline-run-*-{self.run_id}"
+        self.look = f"{self.where}; to send it: wandb sync {parts}" if self._run.offline else self.where
         self._save(facts.files)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -71,7 +71,15 @@ class WandbLogger:
 def check(config: WandbConfig) -> None:
     """Raise ConfigError where a run could not be sent to W&B for want of a key; nothing is sent."""
     mode = config.mode or os.environ.get("WANDB_MODE", "online")
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
+    try:
+        missing = mode == "online" and not wandb.login(prompt=False, verify=False)
+    except Exception as error:  # noqa: BLE001  # a key of a wrong form, another setting that W&B does not take
+        words = without_credentials(" ".join(str(error).split()))
+        raise ConfigError(
+            f"logger.wandb_enabled = true, but W&B refuses its settings: {words}; mend them, or set "
+            "logger.wandb_enabled=false"
+        ) from None
+    if missing:
         raise ConfigError(
             "logger.wandb_enabled = true, but W&B has no API key: set WANDB_API_KEY or run `wandb login`; or set "
             "logger.wandb.mode=offline, and send the run later with `wandb sync`"

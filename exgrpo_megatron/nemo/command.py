@@ -36,11 +36,10 @@ def launch_and_report(request: LaunchRequest) -> None:
 def _task(request: LaunchRequest, processes: int) -> tuple[run.Partial, SlurmJob]:
     """With the machines and processes of the job in it."""
     read = read_yaml if is_nemo_run_yaml(request.recipe) else recipe
-    config = resolve(read(request.recipe, request.overrides))
-    job = request.ask.job(config, processes)
-    check_job(config, job)
+    job = request.ask.job(resolve(read(request.recipe, request.overrides)), processes)
     machines = [f"cluster.num_nodes={job.nodes}", f"cluster.gpus_per_node={job.gpus_per_node}"]
     task = read(request.recipe, [*request.overrides, *machines])
+    check_job(resolve(task), job)
     place = request.place
     _check_place(place, task)
     task.python = place.python or task.python

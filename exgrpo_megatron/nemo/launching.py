@@ -12,6 +12,7 @@ from types import FrameType
 
 import nemo_run as run
 from invoke.exceptions import UnexpectedExit
+from nemo_run.config import get_nemorun_home
 from nemo_run.core.execution.base import Executor
 from torchx.specs import AppState
 
@@ -40,12 +41,18 @@ def script(task: run.Partial, stop_before_s: int = 600, *, stoppable: bool = Fal
 
 def dry_run(task: run.Script, executor: Executor, name: str) -> str:
     """Every file of what would be submitted or run, the batch file first. Nothing of it is left."""
+    # NeMo-Run's folder, that of its experiments, and that of the experiments of this name.
+    above = [Path(get_nemorun_home()), *(Path(get_nemorun_home()) / "experiments" / part for part in ("", name))]
+    made = [path for path in above if not path.exists()]
     with _experiment(task, executor, name) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         folder = Path(experiment.jobs[0].executor.job_dir)
         files = [*sorted(folder.parent.glob("*_sbatch.sh")), *sorted(folder.glob("scripts/*.sh"))]
         text = "\n".join(f"# ---- {file}\n{file.read_text(encoding='utf-8')}" for file in files)
         shutil.rmtree(folder.parent)
+    for path in reversed(made):
+        with suppress(OSError):  # another launch may have put something there
+            path.rmdir()
     return text
 
 

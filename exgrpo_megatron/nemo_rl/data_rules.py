@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from exgrpo_megatron.errors import ConfigError
@@ -9,6 +10,8 @@ from exgrpo_megatron.nemo_rl.verdicts import NEUTRAL, Given, Leaf, Leave, Refuse
 
 _OWN_FILE = (None, "ResponseDataset")
 """Values of dataset_name that mean a file of the user's (data_path)."""
+SOURCES = ("path", "generator", "source_function")
+"""Ours, of data.train or data.validation, that say where questions come from."""
 
 
 def dataset_name(leaf: Leaf) -> Verdict:
@@ -38,6 +41,55 @@ def data_path(leaf: Leaf) -> Verdict:
     return Take(
         {f"{section}.path": leaf.value, **columns}, f"is {section}.path, with the columns of input_key, output_key"
     )
+
+
+def older_dataset_name(leaf: Leaf) -> Verdict:
+    """`data.dataset_name`, which brings training and held-out questions, the latter unless data.val_dataset_name or
+    data.val_data_path says otherwise."""
+    if leaf.value in _OWN_FILE:
+        return Leave("the questions are those of data.train_data_path")
+    held_out = "data.validation" in leaf.given or any(
+        leaf.given.get(f"data.{name}") is not None for name in ("val_dataset_name", "val_data_path")
+    )
+    missing = [
+        f"{section}.path=FILE"
+        for section, said in (("data.train", False), ("data.validation", held_out))
+        if not (said or _replaced(section, leaf.given))
+    ]
+    if not missing:
+        return Leave("the questions are those of data.train and data.validation")
+    return Refuse(
+        f"{leaf.value!r} is fetched from a hub; questions here are files",
+        f"{' '.join(missing)} (JSONL or Parquet; question_key and answer_key beside path name the columns; "
+        "data.validation=null for none)",
+    )
+
+
+def older_val_dataset_name(leaf: Leaf) -> Verdict:
+    if leaf.value in _OWN_FILE or _replaced("data.validation", leaf.given):
+        return Leave("the questions are those of data.validation")
+    return Refuse(
+        f"{leaf.value!r} is fetched from a hub; questions here are files",
+        f"data.validation.path=FILE, or {leaf.key}=null",
+    )
+
+
+def older_data_path(section: str) -> Callable[[Leaf], Verdict]:
+    """Of `data.train_data_path` and `data.val_data_path`, which share their columns."""
+
+    def judge(leaf: Leaf) -> Verdict:
+        replaced = _replaced(section, leaf.given)
+        if replaced or leaf.value is None:
+            return Leave(f"{replaced} is given instead" if replaced else NEUTRAL)
+        columns = {
+            f"{section}.question_key": leaf.given.get("data.input_key", "input"),
+            f"{section}.answer_key": leaf.given.get("data.output_key", "output"),
+        }
+        return Take(
+            {f"{section}.path": leaf.value, **columns}, f"is {section}.path, with the columns of input_key, output_key"
+        )
+
+    return judge
 
 
 def split_validation_size(leaf: Leaf) -> Verdict:
@@ -79,6 +131,8 @@ def _template(leaf: Leaf, ours: str) -> Verdict:
         return Leave(f"{ours} is given instead")
     if leaf.key.startswith("data.default.") and f"data.train.{name}" in leaf.given:
         return Leave(f"data.train.{name} is what counts")
+    if leaf.key == f"data.{name}" and (newer := {f"data.train.{name}", f"data.default.{name}"} & set(leaf.given)):
+        return Leave(f"{max(newer)} is what counts")
     if leaf.key.startswith("data.validation."):
         return Leave("held-out questions have the prompts of the others")
     if leaf.value is None:
@@ -104,7 +158,7 @@ def _find(name: str, given: Given) -> Path:
 
 def _replaced(section: str, given: Given) -> str:
     """The key of ours that says where the questions come from, if one is given."""
-    named = [f"{section}.{name}" for name in ("path", "generator") if given.get(f"{section}.{name}") is not None]
+    named = [f"{section}.{name}" for name in SOURCES if given.get(f"{section}.{name}") is not None]
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)}: give one of them")
     return named[0] if named else ""

@@ -120,7 +120,7 @@ for _section in ("data.train", "data.validation"):
         ),
         f"{_section}.seed": left("of the split of a hub's data set"),
     }
-for _section in ("data.train", "data.validation", "data.default"):
+for _section in ("data.train", "data.validation", "data.default", "data"):
     _SOURCES |= {
         f"{_section}.input_key": left(_COLUMN),
         f"{_section}.output_key": left(_COLUMN),
@@ -130,6 +130,23 @@ for _section in ("data.train", "data.validation", "data.default"):
         f"{_section}.env_name": only("math", None, reason="answers are judged by env.math or env.reward_function"),
     }
 
+_HUB = "of a hub's data set"
+_OLDER_SOURCES: dict[str, Row] = {
+    "data.dataset_name": by(
+        "a data set of a hub: give `data.train.path=FILE data.validation.path=FILE`",
+        data_rules.older_dataset_name,
+        "refused",
+    ),
+    "data.val_dataset_name": by(
+        "a data set of a hub: give `data.validation.path=FILE`", data_rules.older_val_dataset_name, "refused"
+    ),
+    "data.train_data_path": by("`data.train.path`, with the columns", data_rules.older_data_path("data.train")),
+    "data.val_data_path": by("`data.validation.path`, with the columns", data_rules.older_data_path("data.validation")),
+    **dict.fromkeys(("data.split", "data.train_split", "data.val_split", "data.download_dir"), left(_HUB)),
+    "data.seed": left("of the split of a hub's data set"),
+}
+"""Where NeMo-RL up to v0.5 has them: directly below `data`."""
+
 _REST: dict[str, Row] = {
     "data.max_input_seq_length": by("the same; refused where prompt and response do not fit", rules.input_length),
     "data.shuffle": by("`true`: `data.epoch_order: reshuffle`; else refused", data_rules.shuffle),
@@ -137,6 +154,7 @@ _REST: dict[str, Row] = {
     "data.use_multiple_dataloader": only(False, reason="questions come from one file"),
     "data.default.dataset_name": left("data.train says where questions come from"),
     **_SOURCES,
+    **_OLDER_SOURCES,
     "env.math.num_workers": by("of the run, here of one process", rules.num_workers),
     "env.math.math_verify_impl": only("hf_math_verify", reason="the verifier is Math-Verify"),
     "env.should_use_nemo_gym": only(False, None, reason="answers are judged by env.math or env.reward_function"),
@@ -147,7 +165,7 @@ _REST: dict[str, Row] = {
     "checkpointing.checkpoint_dir": same(),
     "checkpointing.save_period": same(),
     "checkpointing.higher_is_better": same(),
-    "checkpointing.metric_name": by("`val:accuracy`: `validation/pass_rate_t1`", rules.metric_name),
+    "checkpointing.metric_name": by("`val:accuracy`, `val_reward`: `validation/pass_rate_t1`", rules.metric_name),
     "checkpointing.keep_top_k": by(
         "besides them the newest are kept; where `metric_name` is null: `checkpointing.keep_last_n`", rules.keep_top_k
     ),

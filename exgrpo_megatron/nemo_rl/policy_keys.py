@@ -49,6 +49,8 @@ POLICY: dict[str, Row] = {
     "policy.refit_buffer_size_gb": left("policy.generation.vllm_cfg.update_weights_bucket_megabytes is that"),
     "policy.dtensor_cfg.enabled": only(False, reason="the actor is Megatron-Core"),
     "policy.dtensor_cfg.*": left("the actor is Megatron-Core"),
+    "policy.fsdp_offload_enabled": left("the actor is Megatron-Core"),
+    "policy.activation_checkpointing_enabled": left("the actor is Megatron-Core"),
     "policy.optimizer": left("policy.megatron_cfg.optimizer is used"),
     "policy.optimizer.*": left("policy.megatron_cfg.optimizer is used"),
     "policy.scheduler": left("policy.megatron_cfg.scheduler is used"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from exgrpo_megatron.errors import ConfigError
+from exgrpo_megatron.nemo_rl.data_rules import SOURCES
 from exgrpo_megatron.nemo_rl.verdicts import NEUTRAL, Given, Leaf, Leave, Refuse, Take, Verdict, shown
 
 _PACKED = "policy.sequence_packing.enabled"
@@ -41,7 +42,8 @@ def val_period(leaf: Leaf) -> Verdict:
 
 
 def max_val_samples(leaf: Leaf) -> Verdict:
-    if any(leaf.given.get(f"data.validation.{name}") is not None for name in ("path", "generator", "data_path")):
+    sources = [f"data.validation.{name}" for name in (*SOURCES, "data_path")]
+    if any(leaf.given.get(key) is not None for key in (*sources, "data.val_data_path")):
         return Take({"data.validation.max_questions": leaf.value}, "is data.validation.max_questions")
     return Leave("no data.validation is given")
 
@@ -178,7 +180,7 @@ def num_workers(leaf: Leaf) -> Verdict:
 
 
 def metric_name(leaf: Leaf) -> Verdict:
-    if leaf.value is None or leaf.value == "val:accuracy":
+    if leaf.value in (None, "val:accuracy", "val_reward"):
         return Take({leaf.key: "validation/pass_rate_t1"}, "the same number under its name here")
     if str(leaf.value).startswith("validation/"):
         return Take({leaf.key: leaf.value})

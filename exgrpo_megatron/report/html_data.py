@@ -17,6 +17,7 @@ from exgrpo_megatron.data.tokenizer import load_tokenizer
 from exgrpo_megatron.errors import CheckpointError, ConfigError, DataError
 from exgrpo_megatron.experience.history import FIELDS, HISTORY_FILE
 from exgrpo_megatron.metrics import find_metric
+from exgrpo_megatron.recipe import to_show
 from exgrpo_megatron.recipe_table import derived_table
 from exgrpo_megatron.recipe_yaml import yaml_text
 from exgrpo_megatron.report.answer_texts import FoundTexts, answer_texts, experience_folders
@@ -76,7 +77,7 @@ def page_data(run: RunData, folder: Path, max_answer_texts: int) -> PageData:
 
 def recipe_rows(config: Config) -> list[tuple[str, str]]:
     """Every key of the recipe with its value."""
-    return list(_flat(config.model_dump(mode="json"), ""))
+    return list(_flat(to_show(config).model_dump(mode="json"), ""))
 
 
 def variant_rows(config: Config) -> list[tuple[str, str, str]]:

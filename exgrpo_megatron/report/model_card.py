@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from exgrpo_megatron.config import VARIANTS, Config
-from exgrpo_megatron.recipe import dump_recipe
+from exgrpo_megatron.recipe import dump_recipe, to_show
 from exgrpo_megatron.recipe_table import derived_table
 from exgrpo_megatron.recipe_yaml import yaml_text
 from exgrpo_megatron.report.summary import categories, headline_words
@@ -138,7 +138,7 @@ def _training(model: TrainedModel) -> Iterable[str]:
     yield "## Recipe"
     yield ""
     yield "```yaml"
-    yield dump_recipe(config).rstrip("\n")
+    yield dump_recipe(to_show(config)).rstrip("\n")
     yield "```"
     yield ""
 

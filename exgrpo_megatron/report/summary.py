@@ -30,13 +30,14 @@ def run_summary(
     elapsed_s: float | None = None,
     temperature: float = 1.0,
     health: Sequence[str] = (),
+    tools: Mapping[str, str] | None = None,
     console: Console | None = None,
 ) -> None:
     """Print how the held-out pass rate moved, where everything lies, and what to try next.
 
     `before` and `after` are `validation/...` metrics, empty where there was no evaluation; `paths` by what they hold,
     such as {"dashboard": Path(...)}, None for what was not written; `budget` says what was spent, if anything was;
-    `health`: see `health_lines`.
+    `health`: see `health_lines`; `tools`: where the loggers of others have the run, by their title.
     """
     console = console or Console()
     title = "finished" if elapsed_s is None else f"finished in {format_duration(elapsed_s)}"
@@ -44,12 +45,13 @@ def run_summary(
     for line in health:
         console.print(escape(line), soft_wrap=True, highlight=False)
     # Outside the panel, which would break long paths: these lines are there to be copied.
-    width = max(map(len, [*paths, "budget", "next"]))
     lines = {
         **({"budget": budget} if budget else {}),
         **{what: "not written" if path is None else str(path) for what, path in paths.items()},
+        **(tools or {}),
         "next": next_command,
     }
+    width = max(map(len, lines))
     for what, text in lines.items():
         console.print(f"{what:<{width}}  [bold]{escape(text)}[/]", soft_wrap=True, highlight=False)
 

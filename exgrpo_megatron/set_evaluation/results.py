@@ -27,7 +27,7 @@ class SetResult:
     """The numbers of one set."""
 
     name: str
-    group: str
+    group: str | None
     num_questions: int
     num_samples: int
     temperature: float
@@ -84,7 +84,7 @@ def set_result(name: str, config: EvalConfig, answers: Sequence[Sequence[AnswerR
 
 
 def group_averages(config: EvalConfig, results: Sequence[SetResult]) -> dict[str, Estimate]:
-    """Macro average of avg@k of each group all of whose sets are there."""
+    """Macro average of avg@k of each group that sets name, and all of whose sets are there."""
     averages: dict[str, Estimate] = {}
     for group in EVAL_GROUPS:
         wanted = [name for name, chosen in config.sets.items() if chosen.group == group]
@@ -113,7 +113,7 @@ def markdown(title: str, results: Sequence[SetResult], averages: dict[str, Estim
         )
         majority = _percent(result.estimates[f"maj@{n}"]) if n > 1 else "-"
         lines.append(
-            f"| {result.name} | {result.group} | {result.num_questions} | {n} | {result.temperature:g} | "
+            f"| {result.name} | {result.group or '-'} | {result.num_questions} | {n} | {result.temperature:g} | "
             f"{_percent(result.avg)} | {most} | {majority} |"
         )
     for group, found in averages.items():

@@ -14,7 +14,7 @@ from scripted import ScriptedEngine, half_right, make_config
 
 from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.parts import SilentReporter
-from exgrpo_megatron.session import StopSignal, TrainingRun
+from exgrpo_megatron.session import RunOutcome, StopSignal, TrainingRun
 
 STEPS = 5
 
@@ -52,6 +52,7 @@ class Part:
 
     notes: list[str]
     training: TrainingRun
+    outcome: RunOutcome
 
 
 def run_part(config, comm, monkeypatch, steps: int = STEPS) -> Part:
@@ -63,5 +64,4 @@ def run_part(config, comm, monkeypatch, steps: int = STEPS) -> Part:
     stop = StopSignal()
     reporter = StopAfter(stop, steps)
     training = TrainingRun(config, inputs, inputs.model_dir, comm, reporter)
-    training.run(stop)
-    return Part(reporter.notes, training)
+    return Part(reporter.notes, training, training.run(stop))

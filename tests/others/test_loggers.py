@@ -11,6 +11,7 @@ import pytest
 import wandb_files
 from logged_runs import STEPS, config_of, run_part
 from other_tools import needs
+from quoted_texts import quoted_texts
 
 from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.recipe import parse_recipe
@@ -137,6 +138,14 @@ def test_the_model_card_names_the_runs_and_the_end_names_what_was_logged_before(
     assert "steps 3 to 3 were logged" in again[0]
 
 
+def test_the_end_names_what_sends_both_parts_of_the_run_and_the_database_that_has_it(logged):
+    config, _, second = logged
+    sync, look = second.outcome.tools["Weights & Biases"], second.outcome.tools["MLflow"]
+    pattern = sync.partition("; to send it: wandb sync ")[2]
+    assert sorted(Path("/").glob(pattern.lstrip("/"))) == [path.parent for path in offline_files(config)]
+    assert look.endswith(f"mlflow ui --backend-store-uri sqlite:///{run_of(config) / 'mlflow.db'}")
+
+
 def test_a_logger_that_fails_in_the_middle_ends_nothing_and_is_counted(tmp_path, data_parallel, monkeypatch, caplog):
     # From step 3 on something else stands in the file of the database.
     config = config_of(tmp_path, mlflow_enabled=True)
@@ -176,6 +185,8 @@ def test_without_an_api_key_wandb_online_is_refused_before_anything_is_loaded(tm
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match=r"W&B has no API key.*logger\.wandb\.mode=offline"):
+    with pytest.raises(ConfigError) as caught:
         check_loggers(config_of(tmp_path, wandb_enabled=True).logger)
+    (quoted,) = (quote for quote in quoted_texts() if quote.how == "wandb")
+    assert quoted.pattern().fullmatch(str(caught.value)), "docs/troubleshooting.md quotes another message"
     check_loggers(config_of(tmp_path, wandb_enabled=True, wandb={"mode": "offline"}).logger)

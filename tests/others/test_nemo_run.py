@@ -113,8 +113,20 @@ def test_nemo_runs_batch_file_asks_for_and_does_on_signals_what_ours_does(enviro
     rest = re.search(r"--nnodes=2 .*\n.*--rdzv-backend.*", ours).group()
     assert rest in theirs.stdout
     assert "export TORCHX_MAX_RETRIES=0" in theirs.stdout  # or NeMo-Run would repeat a run that fails
-    home = environment["NEMORUN_HOME"]
-    assert not any(files for _, _, files in os.walk(f"{home}/experiments"))
+    assert not os.path.exists(environment["NEMORUN_HOME"])
+
+
+def test_nemo_run_gets_the_machines_that_are_asked_for_and_a_layout_that_divides_them(environment):
+    recipe = ROOT / "recipes" / "qwen2.5_math_7b_8gpu.yaml"
+    asked = [recipe, "--executor", "slurm", "--dry-run", "--account", "team", "--python", "/p", "--nodes", 2]
+    result = launch(environment, *asked, "--gpus-per-node", 8)
+    assert result.returncode == 0, result.stderr
+    assert "--nnodes=2 --nproc-per-node=8" in result.stdout
+    assert "num_nodes: 2" in result.stdout
+    refused = launch(environment, *asked, "--gpus-per-node", 3, "policy.megatron_cfg.tensor_model_parallel_size=4")
+    assert refused.returncode == 2
+    assert "error: --nodes 2 --gpus-per-node 3: policy.megatron_cfg: " in refused.stderr
+    assert "does not divide the 6 processes" in refused.stderr
 
 
 def test_an_environment_without_torch_asks_for_the_python_that_trains(environment):

@@ -1,5 +1,7 @@
 """What stands between a run and tools of others: nothing twice, nothing that stops the run."""
 
+import posixpath
+import re
 from importlib.util import find_spec
 from threading import Event
 
@@ -7,16 +9,19 @@ import pytest
 
 from exgrpo_megatron.config import LoggerConfig
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.loggers import guarded
+from exgrpo_megatron.loggers import guarded, mlflow_store
 from exgrpo_megatron.loggers.choice import check_loggers
 from exgrpo_megatron.loggers.guarded import GuardedLogger, Memory
+from exgrpo_megatron.loggers.mlflow_names import mlflow_name
 from exgrpo_megatron.loggers.protocol import Ended
+
+LONG = ["c" * 300, "c" * 299 + "d"]
 
 
 class Kept:
     """A tool that keeps what it is told, and fails at steps `fails`."""
 
-    run_id, where = "r1", "here"
+    run_id, where, look = "r1", "here", "here; look"
 
     def __init__(self, fails=(), wait_at=None):
         self.steps, self.ended, self.fails = [], None, fails
@@ -88,3 +93,41 @@ def test_a_missing_package_is_named_with_its_extra(name):
         pytest.skip(f"{name} is installed")
     with pytest.raises(ConfigError, match=rf"logger\.{name}_enabled = true.*pip install 'exgrpo-megatron\[{name}\]'"):
         check_loggers(LoggerConfig.model_validate({f"{name}_enabled": True}))
+
+
+def test_what_a_failure_says_has_no_password(tmp_path):
+    class Refuses(Kept):
+        def metrics(self, step, values):
+            raise RuntimeError("http://me:SECRET@host/api does not know tok-123")
+
+    log = GuardedLogger("Tool", Refuses(), Memory(tmp_path / "tool.json"), ["tok-123"])
+    log.write(1, {"policy/loss": 1.0})
+    log.close()
+    assert log.lost() == ["Tool: 1 calls failed, the first: RuntimeError: http://host/api does not know ***"]
+
+
+@pytest.mark.parametrize("name", ["a%20b", "why?"])
+def test_a_folder_that_is_another_one_in_the_address_of_its_database_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = LoggerConfig.model_validate({"log_dir": str(tmp_path / name)})
+    with pytest.raises(
+        ConfigError, match=r"logger\.log_dir = .*name another folder, or set logger\.mlflow\.tracking_uri"
+    ):
+        mlflow_store.check(config)
+    mlflow_store.check(LoggerConfig.model_validate({"log_dir": str(tmp_path / "50% #1 & more")}))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host")
+    mlflow_store.check(config)
+
+
+def test_every_name_has_one_of_its_own_that_mlflow_takes():
+    assert mlflow_name("validation/pass_rate_t1/number theory: x_1.5") == "validation/pass_rate_t1/number theory: x_1.5"
+    # printf 'num+th' | sha256sum
+    assert mlflow_name("num+th") == "num_th-46e68890"
+    names = ["num+th", "num*th", "num_th", "a//b", "a/_/b", "a/", "/x", "x", "..", "../x", "..x", ".", "./x", "", *LONG]
+    assert len({mlflow_name(name) for name in names}) == len(names)
+    for name in names:
+        found = mlflow_name(name)
+        # MLflow's own rule: characters, length, and a path that is its own shortest form.
+        assert re.fullmatch(r"[/\w.\- :]{1,250}", found)
+        assert posixpath.normpath(found) == found
+        assert not found.startswith(("/", ".."))

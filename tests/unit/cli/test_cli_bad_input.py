@@ -52,7 +52,13 @@ def test_a_wrong_command_line_is_answered_with_its_usage(exgrpo, project, args, 
         ([{"id": "q1", "question": "1+1", "answer": " "}], ["train.jsonl, line 1", '"answer" is empty']),
         ([{"id": "q1", "question": "1+1", "answer": None}], ["train.jsonl, line 1", "found nothing (null)"]),
         ([{"id": "q1", "question": "1+" * 20 + "1", "answer": 21}], ["longer than data.max_input_seq_length = 16"]),
-        (rows(1, 1), ["grpo.num_prompts_per_step = 2", "1 training questions"]),
+        (
+            rows(1, 1),
+            [
+                "grpo.num_prompts_per_step = 2",
+                "1 training questions left after the length filter (0 were too long): lower",
+            ],
+        ),
         ([*rows(1, 2), {"id": "q9", "question": "1+1", "answer": 3}], ["line 3", "another answer ('3', not '2')"]),
     ],
     ids=["no file", "no column", "cut line", "empty answer", "null answer", "all too long", "too few", "contradiction"],
@@ -64,6 +70,15 @@ def test_questions_that_cannot_be_used_are_refused_with_their_line(exgrpo, proje
         write_lines(project / "train.jsonl", *lines)
     assert_refused(exgrpo("train", "recipe.yaml"), contents(project), *texts)
     assert not (project / "run" / "checkpoints").exists()
+
+
+def test_too_few_questions_are_explained_by_the_filters_in_use_alone(exgrpo, project):
+    write_lines(project / "train.jsonl", *rows(1, 2))
+    lines = [json.dumps({"question_id": f"q{n}", "pass_rate": rate}) for n, rate in ((1, 0.5), (2, 1.0))]
+    (project / "rates.jsonl").write_text("\n".join(lines))
+    given = ["data.train.pass_rates_path=rates.jsonl", "data.train.pass_rate_range=[0,0.5]"]
+    message = exgrpo("train", "recipe.yaml", *given).err
+    assert "(0 were too long) and data.train.pass_rate_range (1 were outside): lower it" in message
 
 
 def test_what_is_left_out_shared_or_unlearnable_is_reported_once_at_the_start(exgrpo, project):

@@ -42,6 +42,12 @@ def test_training_again_after_the_last_step_goes_straight_to_the_summary(exgrpo,
     assert changed <= {trained / "run" / "dashboard.png"}
 
 
+def test_fewer_steps_than_are_done_are_told_as_such(exgrpo, trained):
+    done = exgrpo("train", "recipe.yaml", "grpo.max_num_steps=1")
+    assert done.code == 0
+    assert "nothing was left to train: 2 steps are done, more than grpo.max_num_steps = 1" in done.out
+
+
 def test_more_steps_go_on_from_the_last_and_name_the_change(exgrpo, trained):
     result = exgrpo("train", "recipe.yaml", "grpo.max_num_steps=3")
     assert result.code == 0

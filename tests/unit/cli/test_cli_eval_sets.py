@@ -53,7 +53,14 @@ def sets(_tiny, tmp_path, monkeypatch):
         },
         "eval": {
             "sets": {
-                "sums": {"path": "sums.jsonl", **columns, "category_key": "kind", "num_samples": 4, "temperature": 0.6},
+                "sums": {
+                    "path": "sums.jsonl",
+                    **columns,
+                    "group": "ID",
+                    "category_key": "kind",
+                    "num_samples": 4,
+                    "temperature": 0.6,
+                },
                 "arc": {
                     "path": "arc.jsonl",
                     **columns,

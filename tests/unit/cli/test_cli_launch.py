@@ -11,11 +11,12 @@ SLURM = ["--executor", "slurm", "--account", "team"]
 
 @pytest.mark.skipif(find_spec("nemo_run") is not None, reason="NeMo-Run is installed")
 @pytest.mark.parametrize("executor", ["slurm", "local"])
-def test_without_nemo_run_an_error_names_the_extra_and_the_other_way(exgrpo, project, executor):
+def test_without_nemo_run_an_error_names_how_to_get_it_and_the_other_way(exgrpo, project, executor):
     result = exgrpo("launch", "recipe.yaml", "--executor", executor)
     assert result.code == 2
     assert "--executor needs NeMo-Run, which is not installed here" in result.err
-    assert "the extra `launcher` (docs/nemo.md" in result.err
+    assert "`make setup-others` in the repository" in result.err
+    assert "then .venv-launcher/bin/exgrpo launch ..." in result.err
     assert "leave --executor out, which writes a batch file for sbatch" in result.err
 
 

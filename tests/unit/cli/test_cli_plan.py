@@ -97,6 +97,16 @@ def test_launch_writes_a_batch_file_that_bash_reads(exgrpo, project):
     assert "-m exgrpo_megatron train recipe.yaml 'data.system_prompt=it'\"'\"'s $HOME' &" in text
 
 
+def test_the_machines_that_are_asked_for_take_the_place_of_the_recipes(exgrpo, project):
+    (project / "eight.yaml").write_text("defaults: recipe.yaml\ncluster: {num_nodes: 1, gpus_per_node: 8}\n")
+    result = exgrpo("launch", "eight.yaml", "--nodes", 2, "--gpus-per-node", 8)
+    assert result.code == 0, result.err
+    assert "--nnodes=2 --nproc-per-node=8" in result.out
+    assert "train eight.yaml cluster.num_nodes=2 &" in result.out  # a run of 16 would else be refused
+    other = exgrpo("launch", "eight.yaml", "--gpus-per-node", 4)
+    assert "train eight.yaml cluster.gpus_per_node=4 &" in other.out
+
+
 def test_launch_takes_machines_from_the_recipe_and_without_a_limit_asks_for_no_signal(exgrpo, project):
     text = exgrpo("launch", "recipe.yaml", "cluster.num_nodes=2", "cluster.gpus_per_node=4").out
     assert "#SBATCH --nodes=2" in text
@@ -124,13 +134,16 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["--nodes", 3, "--gpus-per-node", 1, "policy.megatron_cfg.tensor_model_parallel_size=2"], "does not divide"),
-        (["--nodes", 3, "cluster.num_nodes=2", "cluster.gpus_per_node=8"], "2 * 8 = 16"),
+        (
+            ["--nodes", 3, "--gpus-per-node", 1, "policy.megatron_cfg.tensor_model_parallel_size=2"],
+            "--nodes 3 --gpus-per-node 1: policy.megatron_cfg: tensor_model_parallel_size * "
+            "pipeline_model_parallel_size * context_parallel_size = 2 * 1 * 1 = 2 does not divide the 3 processes",
+        ),
         (
             ["--nodes", 4, "--gpus-per-node", 1, "cluster.num_nodes=2"],
-            "are 4 processes, but cluster.num_nodes * cluster.gpus_per_node = 2 * 1 = 2",
+            "--nodes 4 sets cluster.num_nodes for the run, but cluster.num_nodes=2 is given too",
         ),
-        (["--nodes", 2, "--gpus-per-node", 1, "cluster.gpus_per_node=2"], "= 2 * 2 = 4"),
+        (["--gpus-per-node", 1, "cluster.gpus_per_node=2"], "--gpus-per-node 1 sets cluster.gpus_per_node"),
         (["--partition", "gpu; rm"], "--partition 'gpu; rm'"),
         (["--time", "soon"], "--time 'soon'"),
         (["--stop-before-s", 30], "--stop-before-s 30"),

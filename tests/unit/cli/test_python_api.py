@@ -35,6 +35,16 @@ def test_it_returns_what_the_run_left(finished):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_a_reward_over_the_quickstart_takes_the_place_of_its_verifiers_rules():
+    """As docs/python.md says: refused beside `require_literal`, taken with the section or with the key set back."""
+    own, quickstart = "math:gcd", Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+    with pytest.raises(ConfigError, match=r"math\.require_literal = True has no effect with reward_function"):
+        load_recipe(quickstart, {"env.reward_function": own})
+    back = load_recipe(quickstart, {"env.reward_function": own, "env.math.require_literal": False})
+    whole = load_recipe(quickstart, {"env": {"reward_function": own}})
+    assert [config.env.math.require_literal for config in (back, whole)] == [False, False]
+
+
 def test_a_run_goes_on_with_the_same_rows_of_a_function_and_with_no_others(finished):
     Path("same.py").write_text(SOURCE.format(rows=rows(1, 4)))
     Path("other.py").write_text(SOURCE.format(rows=rows(2, 4)))

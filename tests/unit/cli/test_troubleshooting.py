@@ -15,8 +15,9 @@ from troubles import TROUBLES, Place
 
 from exgrpo_megatron.data.embedded_model import materialize
 
-OF_OTHERS = {"torch", "vllm"}
-"""Not provoked: torch's need CUDA; vLLM's are looked for in its source (tests/vllm/test_vllm_texts.py)."""
+OF_OTHERS = {"torch", "vllm", "wandb"}
+"""Not provoked here: torch's need CUDA; vLLM's are looked for in its source (tests/vllm/test_vllm_texts.py); W&B's
+is provoked where wandb is (tests/others/test_loggers.py)."""
 
 _SAID: dict[str, str] = {}
 """What was said, by trouble: several texts may be of one."""

@@ -208,6 +208,12 @@ def no_checkpoint_named(place: Place) -> str:
 
 
 @trouble_of_a_run
+def template_of_a_set(place: Place) -> str:
+    sets = ("eval.sets.sums.path=held_out.jsonl", 'eval.sets.sums.prompt_template="Solve: {question}"')
+    return place.fails("eval", "recipe.yaml", "--checkpoint", "run/hf", *sets)
+
+
+@trouble_of_a_run
 def other_answers(place: Place) -> str:
     sets = ("eval.sets.sums.path=held_out.jsonl", "eval.sets.sums.id_key=id")
     command = ("eval", "recipe.yaml", "--checkpoint", "run/hf", *sets)

@@ -168,6 +168,13 @@ def nothing_prepared(place: Place) -> str:
     return place.fails("data", "prepare", "raw.jsonl", "--out", "out.jsonl", "--format", "openr1")
 
 
+@trouble
+def prepared_before(place: Place) -> str:
+    write_lines(place.folder / "raw.jsonl", {"problem": "1+1", "answer": "2"})
+    write_lines(place.folder / "out.jsonl", {"question": "1+1", "answer": "2"})
+    return place.fails("data", "prepare", "raw.jsonl", "--out", "out.jsonl")
+
+
 # Model
 
 

@@ -92,6 +92,22 @@ def unchecked(files, out, **other):
     return prepare(PrepareRequest(files, out, **{"check_answers": False, **other}))
 
 
+def test_a_raw_file_as_training_questions_is_answered_with_how_to_prepare_it(tmp_path, chain_tokenizer):
+    path = write(tmp_path / "dapo.parquet", [dapo("1+1", "2", "a")], DAPO)
+
+    def refused(**keys):
+        data = DataConfig(train={"path": str(path), **keys}, max_input_seq_length=64)
+        with pytest.raises(DataError) as error:
+            load_questions(data.train, data, chain_tokenizer, held_out=False)
+        return str(error.value)
+
+    assert 'no column "question", "answer"; there are "data_source", "prompt"' in refused()
+    assert refused().endswith("(verl), `exgrpo data prepare FILE --out train.jsonl` makes one of questions")
+    assert refused(question_key="prompt", answer_key="ability").endswith(
+        "; `exgrpo data prepare` makes a question file of such a one"
+    )
+
+
 def test_openr1_math_becomes_a_question_file_and_every_row_left_out_has_its_reason(tmp_path):
     rows = [
         openr1("What is $1+1$?", "2"),

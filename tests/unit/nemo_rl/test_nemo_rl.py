@@ -149,6 +149,71 @@ def test_a_file_of_questions_is_taken_with_its_columns(tmp_path):
     assert (config.data.validation, config.data.prompt_template) == (None, "{question}")
 
 
+def of_older_layout(folder, *more, without=()):
+    """The keys of v0.5.0's grpo_math_1B.yaml below `data`, those of v0.3 and v0.4 among them, over the newer file."""
+    (folder / "cot.txt").write_text("Think.\n{}\n")
+    lines = {
+        "max_input_seq_length": "${policy.max_total_sequence_length}",
+        "prompt_file": "cot.txt",
+        "system_prompt_file": "null",
+        "shuffle": "true",
+        "num_workers": "1",
+        "processor": "math_hf_data_processor",
+        "env_name": "math",
+        "dataset_name": "OpenMathInstruct-2",
+    }
+    data = [f"  {key}: {value}" for key, value in lines.items() if key not in without]
+    text = "\n".join([f"defaults: {SMALL}", "data:", "  _override_: true", *data, *(f"  {line}" for line in more)])
+    return write(folder, f"{text}\npolicy: {{fsdp_offload_enabled: false, activation_checkpointing_enabled: false}}\n")
+
+
+def test_what_the_first_message_names_suffices_in_the_layout_before_v0_6_too(tmp_path):
+    path = of_older_layout(tmp_path)
+    message = refusal(path)
+    assert "give data.train.path=FILE data.validation.path=FILE (JSONL" in message
+    assert message.count("\n    give ") == 4  # epochs, KL, length, data set
+    config = load_recipe(path, [*NEEDED, *SHORT])
+    assert (config.data.prompt_template, config.data.system_prompt) == ("Think.\n{question}\n", None)
+    assert (config.data.train.path, config.data.validation.path) == ("train.jsonl", "held_out.jsonl")
+    assert config.data.validation.max_questions == 256
+    alone = load_recipe(path, [*NEEDED[:3], "data.validation=null", *SHORT])
+    assert alone.data.validation is None
+    half = refusal(path, *NEEDED[:3], *SHORT)
+    assert "give data.validation.path=FILE (" in half
+    assert half.count("\n    give ") == 1
+
+
+def test_files_of_questions_in_the_older_layout_are_taken_with_their_columns(tmp_path):
+    named = ["train_data_path: a.jsonl", "val_data_path: b.jsonl", "input_key: problem", "train_split: null"]
+    path = of_older_layout(tmp_path, "dataset_name: ResponseDataset", *named, without=("dataset_name",))
+    data = load_recipe(path, [*NEEDED[:2], *SHORT]).data
+    assert (data.train.path, data.train.question_key, data.train.answer_key) == ("a.jsonl", "problem", "output")
+    assert (data.validation.path, data.validation.question_key) == ("b.jsonl", "problem")
+    assert data.validation.max_questions == 256
+    replaced = load_recipe(path, [*NEEDED, *SHORT]).data
+    assert (replaced.train.path, replaced.train.question_key) == ("train.jsonl", "question")
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("data.val_dataset_name=AIME2024", "give data.validation.path=FILE, or data.val_dataset_name=null"),
+        ("data.env_name=reward_model", "give data.env_name=math"),
+        ("data.prompt_file=none.txt", "give data.prompt_template=TEXT, or data.prompt_file=FILE"),
+        ("data.shuffle=false", "give data.shuffle=true"),
+    ],
+)
+def test_keys_of_the_older_layout_are_refused_with_the_override_to_give(override, text, tmp_path):
+    assert text in refusal(of_older_layout(tmp_path), *NEEDED[:3], *SHORT, override)
+
+
+def test_questions_of_ones_own_function_stand_for_a_data_set_too(tmp_path):
+    own = [f"data.{name}.source_function=own:questions" for name in ("train", "validation")]
+    config = load_recipe(of_older_layout(tmp_path), [*NEEDED[:2], *own, *SHORT])
+    assert (config.data.train.path, config.data.validation.max_questions) == (None, 256)
+    load_recipe(SMALL, [*NEEDED[:2], *own, *SHORT])
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [

@@ -60,6 +60,15 @@ def test_what_was_spent_stands_before_the_paths():
     assert lines[-3:] == ["budget   16 answers", "metrics  m.jsonl", "next     exgrpo report runs/a"]
 
 
+def test_where_other_tools_have_the_run_stands_behind_the_paths():
+    lines = summary(paths={"metrics": Path("m.jsonl")}, tools={"MLflow": "run 1 of sqlite:///m.db; mlflow ui"})
+    assert lines[-3:] == [
+        "metrics  m.jsonl",
+        "MLflow   run 1 of sqlite:///m.db; mlflow ui",
+        "next     exgrpo report runs/a",
+    ]
+
+
 def test_paths_and_the_next_command_are_whole_lines_to_copy():
     path = Path("runs") / ("long" * 30) / "dashboard.png"
     lines = summary(paths={"dashboard": path, "HF export": None}, elapsed_s=187.0)

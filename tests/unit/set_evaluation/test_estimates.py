@@ -90,10 +90,20 @@ def _group(correct, extracted, category=None):
     ]
 
 
+def test_sets_that_name_no_group_are_part_of_no_average():
+    config = EvalConfig.model_validate({"sets": {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl", "temperature": 0}}})
+    results = [set_result(name, config, [_group([True], ["1"])]) for name in config.sets]
+    assert group_averages(config, results) == {}
+    table = markdown("Evaluation", results, {}, "end")
+    assert "| a | - | 1 | 1 | 1 | 100.0% | - | - |" in table
+    assert "average" not in table
+    assert results[0].as_json()["group"] is None
+
+
 def test_a_set_by_hand():
     sets = {
-        "a": {"path": "a.jsonl", "num_samples": 4},
-        "b": {"path": "b.jsonl"},
+        "a": {"path": "a.jsonl", "group": "ID", "num_samples": 4},
+        "b": {"path": "b.jsonl", "group": "ID"},
         "c": {"path": "c.jsonl", "group": "OOD"},
     }
     config = EvalConfig.model_validate({"sets": sets, "bootstrap_samples": 50, "temperature": 0.6})

@@ -377,6 +377,16 @@ def test_the_command_shows_a_step_and_computes_it_again(tmp_path, data_parallel,
     row = next(line for line in shown.splitlines() if line.lstrip().startswith("1 ")).split()
     assert (row[1], row[2], row[5]) == ("8", str(sum(s.replayed for s in first.sequences)), f"{first.loss:.9g}")
     assert float(row[-1]) == pytest.approx(first.loss, rel=1e-5)
+    monkeypatch.setenv("COLUMNS", "60")
+    show_bad_step(folder)
+    narrow = capsys.readouterr().out
+    assert f"loss                 {first.loss:.9g}\n" in narrow  # a line a value, none of them cut
+    assert f"norm                 {first.grad_norm:.9g}\n" in narrow
+    assert "…" not in narrow
+    monkeypatch.setenv("COLUMNS", "200")
+    marked = shutil.copytree(folder, tmp_path / "[b]of[red]" / "[/b]")
+    show_bad_step(marked)
+    assert f"{marked}\n" in capsys.readouterr().out
     replay_bad_step(folder, tmp_path / "run" / "model", replay_recipe(folder), data_parallel)
     row = next(line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("1 ")).split()
     assert float(row[-2]) == pytest.approx(first.loss, rel=1e-4)

@@ -13,7 +13,8 @@ def config_of(folder, **checkpointing):
     write_questions(folder / "sums.jsonl", 2)
     file = {"path": str(folder / "sums.jsonl"), "id_key": "id", "in_training": True}
     sets = {
-        "sums": {**file, "num_samples": 2},
+        "sums": {**file, "num_samples": 2, "group": "ID"},
+        "alone": {**file},
         "once": {**file, "group": "OOD"},
         "later": {"path": str(folder / "absent.jsonl")},
     }
@@ -32,21 +33,22 @@ def test_they_are_measured_with_every_evaluation_and_decide_what_is_best(tmp_pat
     """
     config = config_of(tmp_path, metric_name="validation/maj/sums", higher_is_better=False)
     _, notes = run_steps(config, 2)
-    assert "held out, after step 1: sums 50.0%, once 100.0%" in notes
+    assert "held out, after step 1: sums 50.0%, alone 100.0%, once 100.0%" in notes
     resumed, _ = run_steps(config, 2)
     found = [
         {name.removeprefix("validation/"): value for name, value in record.items() if name.startswith("validation/")}
         for record in read_metrics(tmp_path / "run" / "metrics.jsonl")
     ]
     early = {
-        "avg/sums": 0.5, "pass/sums/2": 1.0, "maj/sums": 0.5, "avg/once": 1.0, "macro_avg/ID": 0.5, "macro_avg/OOD": 1.0
+        "avg/sums": 0.5, "pass/sums/2": 1.0, "maj/sums": 0.5, "avg/alone": 1.0, "avg/once": 1.0,
+        "macro_avg/ID": 0.5, "macro_avg/OOD": 1.0,
     }  # fmt: skip
     late = {**early, "avg/sums": 1.0, "maj/sums": 1.0, "macro_avg/ID": 1.0}
     assert found == [early, early, late, late]
     # The least maj@2 is 1/2, of two steps the newer.
     assert [path.name for path in resumed.store.whole()] == ["step_000002", "step_000004"]
     assert resumed.store.best() == resumed.store.at(2)
-    assert set(resumed.data) == {"train", "eval.sets.sums", "eval.sets.once"}
+    assert set(resumed.data) == {"train", "eval.sets.sums", "eval.sets.alone", "eval.sets.once"}
 
 
 @pytest.mark.parametrize(
