@@ -12,9 +12,8 @@ from rich.table import Table
 from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
-from exgrpo_megatron.debug.files import BadStep, KeptUpdate, read_bad_step
+from exgrpo_megatron.debug.files import RECIPE, WEIGHTS, BadStep, KeptUpdate, read_bad_step
 from exgrpo_megatron.debug.recompute import loss_of
-from exgrpo_megatron.debug.watch import WEIGHTS
 from exgrpo_megatron.recipe import load_recipe
 from exgrpo_megatron.types import UpdateResult
 
@@ -29,11 +28,12 @@ _ONE_PROCESS = (
 _ANY_WIDTH = 10_000
 MAX_SHOWN = 5
 """Sequences with the largest ratios that are shown of an optimiser step."""
+MAX_RANKS_SHOWN = 20
 
 
 def replay_recipe(folder: Path) -> Config:
     """The recipe of the run, for one process."""
-    return load_recipe(folder / "recipe.yaml", _ONE_PROCESS)
+    return load_recipe(folder / RECIPE, _ONE_PROCESS)
 
 
 def show_bad_step(folder: Path) -> None:
@@ -41,11 +41,15 @@ def show_bad_step(folder: Path) -> None:
     step, console = read_bad_step(folder), Console()
     console.print(f"step {step.step}: {'; '.join(step.reasons)}", soft_wrap=True, highlight=False, markup=False)
     if step.missing_ranks:
-        console.print(f"nothing of ranks {', '.join(map(str, step.missing_ranks))}", highlight=False)
+        shown = ", ".join(map(str, step.missing_ranks[:MAX_RANKS_SHOWN]))
+        more = len(step.missing_ranks) - MAX_RANKS_SHOWN
+        console.print(f"nothing of ranks {shown}{f' and {more} more' if more > 0 else ''}", highlight=False)
     if step.traceback:
         console.print(step.traceback, soft_wrap=True, highlight=False, markup=False)
     _print_updates(console, step, {})
     for number, update in enumerate(step.updates, 1):
+        if not update.whole:
+            console.print(f"optimiser step {number}: only the sequences of some ranks are there", highlight=False)
         for line in _largest_ratios(update):
             console.print(f"optimiser step {number}: {line}", soft_wrap=True, highlight=False, markup=False)
 

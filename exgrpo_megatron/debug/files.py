@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from exgrpo_kernels.reference import Objective
+from exgrpo_megatron.debug.content import RankContent, SequenceContent, TextPlace
 from exgrpo_megatron.errors import DataError
-from exgrpo_megatron.files import replace_text
-from exgrpo_megatron.parts import Parts, UpdateGiven
-from exgrpo_megatron.types import AnswerName, TrainSequence, UpdateResult
-from exgrpo_megatron.versions import versions
+from exgrpo_megatron.types import AnswerName, TrainSequence
+
+RECIPE, WEIGHTS = "recipe.yaml", "weights"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Kept:
     reasons: list[str]
     metrics: dict[str, float] = field(default_factory=dict)
     traceback: str | None = None
+    start: str = ""
+    """`RankContent.start`."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,11 @@ class KeptUpdate:
     """Of the weights before it."""
     sequences: list[TrainSequence]
     log_ratio: list[NDArray[np.float32]]
-    """Of each sequence, like `entropy`; empty where it raised."""
+    """Of each sequence, like `entropy`; empty where it raised on a rank."""
     entropy: list[NDArray[np.float32]]
     origins: list[Origin]
+    whole: bool
+    """Whether the sequences of all ranks are there."""
 
 
 @dataclass(frozen=True)
@@ -80,48 +85,6 @@ class BadStep:
     updates: list[KeptUpdate]
 
 
-def write_part(
-    folder: Path,
-    parts: Parts,
-    kept: Kept,
-    step: int,
-    updates: Sequence[tuple[UpdateGiven, UpdateResult | None]],
-    origins: Mapping[int, Origin],
-    random: Mapping[str, NDArray[np.uint8]],
-) -> None:
-    """This process's files; the first of each data-parallel rank has its share of the sequences."""
-    comm = parts.comm
-    rank = comm.rank * comm.members + comm.member
-    name = f"rank_{rank:05d}"
-    arrays: dict[str, NDArray[Any]] = dict(random)
-    described = []
-    for number, (given, result) in enumerate(updates):
-        share = given.share if comm.member == 0 else []
-        described.append(_described(given, result, share))
-        arrays |= {f"update_{number}.{key}": value for key, value in _arrays(given, result, share).items()}
-    save_file(arrays, folder / f"{name}.safetensors")
-    texts = [
-        {"update": number, "index": index, **asdict(origins.get(id(given.sequences[index].response_ids), Origin()))}
-        for number, (given, _) in enumerate(updates)
-        for index in (given.share if comm.member == 0 else [])
-    ]
-    replace_text(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in texts))
-    content = {
-        "step": step,
-        "ranks": comm.world_size,
-        "data_parallel_rank": comm.rank,
-        "data_parallel_size": comm.size,
-        "seed": parts.config.grpo.seed,
-        "reasons": kept.reasons,
-        "traceback": kept.traceback,
-        "metrics": kept.metrics,
-        "weights_version": parts.policy.version,
-        "made_with": versions(),
-        "updates": described,
-    }
-    replace_text(folder / f"{name}.json", json.dumps(content, indent=1) + "\n")
-
-
 def read_bad_step(folder: Path) -> BadStep:
     """Everything in the folder of a bad step.
 
@@ -130,147 +93,135 @@ def read_bad_step(folder: Path) -> BadStep:
     """
     try:
         parts = [_read(path) for path in sorted(folder.glob("rank_*.json"))]
-        # Those of an earlier start of the run on more processes are left over.
-        parts = [part for part in parts if part[0]["ranks"] > part[1] and part[0]["ranks"] == parts[0][0]["ranks"]]
-        if not parts:
-            raise DataError(f"{folder} is no folder of a bad step: it has no rank_00000.json")
-        first = parts[0][0]
-        present = {rank for _, rank, _, _ in parts}
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read: {error}") from error
+    # Of an earlier start a rank's files may be left over, also on more processes.
+    newest = max((part.content.start for part in parts), default="")
+    parts = [part for part in parts if part.content.start == newest]
+    parts = [part for part in parts if part.content.ranks > part.rank and part.content.ranks == parts[0].content.ranks]
+    if not parts:
+        raise DataError(f"{folder} is no folder of a bad step: it has no rank_00000.json")
+    contents, present = [part.content for part in parts], {part.rank for part in parts}
+    try:
         return BadStep(
             folder=folder,
-            step=first["step"],
-            reasons=list(dict.fromkeys(reason for content, *_ in parts for reason in content["reasons"])),
-            traceback=next((content["traceback"] for content, *_ in parts if content["traceback"]), None),
-            missing_ranks=[rank for rank in range(first["ranks"]) if rank not in present],
-            weights_version=first["weights_version"],
-            updates=[_update(number, parts) for number in range(len(first["updates"]))],
+            step=contents[0].step,
+            reasons=list(dict.fromkeys(reason for content in contents for reason in content.reasons)),
+            traceback=next((content.traceback for content in contents if content.traceback), None),
+            missing_ranks=[rank for rank in range(contents[0].ranks) if rank not in present],
+            weights_version=contents[0].weights_version,
+            updates=[_update(number, parts) for number in range(max(len(content.updates) for content in contents))],
         )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, KeyError) as error:
         raise DataError(f"{folder} is damaged: {error}") from error
 
 
-_Part = tuple[dict[str, Any], int, dict[str, NDArray[Any]], list[dict[str, Any]]]
-"""Contents of the JSON file, rank, arrays, texts."""
+@dataclass(frozen=True)
+class _Part:
+    """What one process wrote."""
+
+    content: RankContent
+    rank: int
+    arrays: dict[str, NDArray[Any]]
+    origins: dict[tuple[int, int], Origin]
+    """By optimiser step and index."""
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether it is the first of its data-parallel rank."""
+        return self.rank % max(1, self.content.ranks // self.content.data_parallel_size) == 0
 
 
 def _read(path: Path) -> _Part:
-    texts = [json.loads(line) for line in path.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
-    arrays = load_file(path.with_suffix(".safetensors"))
-    return json.loads(path.read_text(encoding="utf-8")), int(path.stem.removeprefix("rank_")), arrays, texts
+    try:
+        rank = int(path.stem.removeprefix("rank_"))
+        content = RankContent.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        # Only the line feed ends a row: a text may have other characters that end lines.
+        lines = path.with_suffix(".jsonl").read_text(encoding="utf-8").split("\n")
+        texts = [json.loads(line) for line in lines if line]
+        places = [TextPlace.model_validate(row) for row in texts]
+        found = [_ORIGIN.validate_python(row) for row in texts]
+        origins = {(place.update, place.index): origin for place, origin in zip(places, found, strict=True)}
+        return _Part(content, rank, load_file(path.with_suffix(".safetensors")), origins)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(f"{path.parent} is damaged: {path.stem}: {reason}") from None
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        raise DataError(f"{path.parent} is damaged: {path.stem}: {error}") from error
 
 
-def _described(given: UpdateGiven, result: UpdateResult | None, share: Sequence[int]) -> dict[str, Any]:
-    sequences = [given.sequences[index] for index in share]
-    return {
-        # As text where they are not finite, which JSON has no numbers for.
-        "loss": None if result is None else str(result.loss),
-        "grad_norm": None if result is None else str(result.grad_norm),
-        "skipped": None if result is None else result.skipped,
-        "learning_rate": None if result is None else result.learning_rate,
-        "lr_multiplier": given.lr_multiplier,
-        "objective": asdict(given.objective),
-        "temperature": given.temperature,
-        "micro_batch_entropy_coeff": given.micro_batch_entropy_coeff,
-        "version": given.version,
-        "sequences": [
-            {
-                "index": index,
-                "prompt_tokens": len(sequence.prompt_ids),
-                "response_tokens": len(sequence.response_ids),
-                "advantage": sequence.advantage,
-                "replayed": sequence.replayed,
-                "policy_weight": sequence.policy_weight,
-                "entropy_weight": sequence.entropy_weight,
-                "stored": None if sequence.stored is None else list(sequence.stored),
-            }
-            for index, sequence in zip(share, sequences, strict=True)
-        ],
-    }
-
-
-def _arrays(given: UpdateGiven, result: UpdateResult | None, share: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """Those of all sequences of a share, one behind the other."""
-    if not share:
-        return {}
-    sequences = [given.sequences[index] for index in share]
-    found = {
-        "prompt_ids": np.concatenate([sequence.prompt_ids for sequence in sequences]),
-        "response_ids": np.concatenate([sequence.response_ids for sequence in sequences]),
-        "old_logprobs": np.concatenate([sequence.old_logprobs for sequence in sequences]),
-    }
-    if any(sequence.token_weights is not None for sequence in sequences):
-        found["token_weights"] = np.concatenate([_token_weights(sequence) for sequence in sequences])
-    if result is not None:
-        terms = result.terms
-        found |= {"log_ratio": terms.log_ratio, "entropy": terms.entropy, "clipped": terms.clipped}
-        found["logprobs"] = found["old_logprobs"] + terms.log_ratio
-        found["advantage"] = terms.advantage
-    return found
-
-
-def _token_weights(sequence: TrainSequence) -> NDArray[np.float32]:
-    given = sequence.token_weights
-    return np.ones(len(sequence.response_ids), np.float32) if given is None else given
+_ORIGIN = TypeAdapter(Origin)
+_Row = tuple[int, TrainSequence, Any, Any, Origin]
+"""Index, sequence, log-ratios and entropies of its tokens (None where it raised), origin."""
 
 
 def _update(number: int, parts: Sequence[_Part]) -> KeptUpdate:
-    common = parts[0][0]["updates"][number]
-    rows: list[tuple[int, TrainSequence, Any, Any, Origin]] = []
-    for content, _, arrays, texts in parts:
-        named = {key: value for key, value in _of_update(arrays, number).items()}
-        origins = {row["index"]: row for row in texts if row["update"] == number}
-        rows += _rows(content["updates"][number]["sequences"], named, origins)
+    """A rank that raised early has fewer of them than others."""
+    begun = [part for part in parts if number < len(part.content.updates)]
+    done = [part for part in begun if part.content.updates[number].loss is not None]
+    common = (done or begun)[0].content.updates[number]
+    rows = [row for part in begun for row in _rows(number, part)]
     rows.sort(key=lambda row: row[0])
-    ran = common["loss"] is not None
+    ran = len(done) == len(begun)
+    there = {part.content.data_parallel_rank for part in begun if part.has_sequences}
     return KeptUpdate(
-        loss=float(common["loss"]) if ran else None,
-        grad_norm=float(common["grad_norm"]) if ran else None,
-        skipped=common["skipped"],
-        learning_rate=common["learning_rate"],
-        objective=Objective(**common["objective"]),
-        temperature=common["temperature"],
-        micro_batch_entropy_coeff=common["micro_batch_entropy_coeff"],
-        version=common["version"],
+        loss=common.loss,
+        grad_norm=common.grad_norm,
+        skipped=common.skipped,
+        learning_rate=common.learning_rate,
+        objective=common.objective,
+        temperature=common.temperature,
+        micro_batch_entropy_coeff=common.micro_batch_entropy_coeff,
+        version=common.version,
         sequences=[row[1] for row in rows],
         log_ratio=[row[2] for row in rows] if ran else [],
         entropy=[row[3] for row in rows] if ran else [],
         origins=[row[4] for row in rows],
+        whole=len(there) == parts[0].content.data_parallel_size,
     )
 
 
-def _of_update(arrays: Mapping[str, NDArray[Any]], number: int) -> dict[str, NDArray[Any]]:
-    prefix = f"update_{number}."
-    return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-
-
-def _rows(
-    described: Sequence[dict[str, Any]], arrays: Mapping[str, NDArray[Any]], origins: Mapping[int, dict[str, Any]]
-) -> list[tuple[int, TrainSequence, Any, Any, Origin]]:
-    """Of one rank: index, sequence, log-ratios and entropies of its tokens (None where it raised), origin."""
-    prompts = _split(arrays.get("prompt_ids"), [row["prompt_tokens"] for row in described])
-    lengths = [row["response_tokens"] for row in described]
+def _rows(number: int, part: _Part) -> list[_Row]:
+    """Of one rank; ValueError where its arrays are not as long as its sequences."""
+    update, prefix = part.content.updates[number], f"update_{number}."
+    arrays = {name.removeprefix(prefix): value for name, value in part.arrays.items() if name.startswith(prefix)}
+    needed = {"prompt_ids", "response_ids", "old_logprobs", *([] if update.loss is None else ["log_ratio", "entropy"])}
+    if update.sequences and (missing := sorted(needed - arrays.keys())):
+        raise ValueError(f"rank_{part.rank:05d}.safetensors lacks {prefix}{missing[0]}")
+    lengths = [sequence.response_tokens for sequence in update.sequences]
+    prompts = _split(arrays, "prompt_ids", [sequence.prompt_tokens for sequence in update.sequences])
     names = ("response_ids", "old_logprobs", "token_weights", "log_ratio", "entropy")
-    pieces = {name: _split(arrays.get(name), lengths) for name in names}
+    pieces = {name: _split(arrays, name, lengths) for name in names}
     rows = []
-    for place, row in enumerate(described):
-        origin = dict(origins.get(row["index"], {}))
-        sequence = TrainSequence(
-            prompt_ids=prompts[place],
-            response_ids=pieces["response_ids"][place],
-            old_logprobs=pieces["old_logprobs"][place],
-            advantage=row["advantage"],
-            replayed=row["replayed"],
-            policy_weight=row["policy_weight"],
-            entropy_weight=row["entropy_weight"],
-            token_weights=pieces["token_weights"][place],
-            stored=None if row["stored"] is None else AnswerName(*row["stored"]),
+    for place, described in enumerate(update.sequences):
+        own = {name: values[place] for name, values in pieces.items()}
+        origin = part.origins.get((number, described.index), Origin())
+        rows.append(
+            (described.index, _sequence(described, prompts[place], own), own["log_ratio"], own["entropy"], origin)
         )
-        known = {name: value for name, value in origin.items() if name not in ("update", "index")}
-        rows.append((row["index"], sequence, pieces["log_ratio"][place], pieces["entropy"][place], Origin(**known)))
     return rows
 
 
-def _split(values: NDArray[Any] | None, lengths: Sequence[int]) -> list[Any]:
+def _sequence(described: SequenceContent, prompt_ids: Any, own: Mapping[str, Any]) -> TrainSequence:
+    return TrainSequence(
+        prompt_ids=prompt_ids,
+        response_ids=own["response_ids"],
+        old_logprobs=own["old_logprobs"],
+        advantage=described.advantage,
+        replayed=described.replayed,
+        policy_weight=described.policy_weight,
+        entropy_weight=described.entropy_weight,
+        token_weights=own["token_weights"],
+        stored=None if described.stored is None else AnswerName(*described.stored),
+    )
+
+
+def _split(arrays: Mapping[str, NDArray[Any]], name: str, lengths: Sequence[int]) -> list[Any]:
+    """An array cut into those of the sequences; of one that is not there, None for each."""
+    values = arrays.get(name)
     if values is None:
         return [None] * len(lengths)
+    if values.shape != (sum(lengths),):
+        raise ValueError(f"{name} of a rank has shape {values.shape}, its sequences {sum(lengths)} tokens")
     return np.split(values, np.cumsum(lengths)[:-1])

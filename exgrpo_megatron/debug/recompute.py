@@ -10,9 +10,10 @@ from exgrpo_megatron.debug.files import KeptUpdate
 
 
 def loss_of(update: KeptUpdate) -> float | None:
-    """In float64, from log-ratios and entropies as the run had them; None where it raised, or where the loss depends on
-    micro-batches too (loss_fn.entropy_bonus: per_micro_batch)."""
-    if update.loss is None or update.micro_batch_entropy_coeff != 0:
+    """In float64, from log-ratios and entropies as the run had them; None where it raised on a rank or the sequences of
+    one are missing, or where the loss depends on micro-batches too (loss_fn.entropy_bonus: per_micro_batch)."""
+    unknown = update.loss is None or not update.whole or len(update.log_ratio) != len(update.sequences)
+    if unknown or update.micro_batch_entropy_coeff != 0:
         return None
     total = 0.0
     for sequence, log_ratio, entropy in zip(update.sequences, update.log_ratio, update.entropy, strict=True):

@@ -2,6 +2,9 @@
 
 import json
 import math
+import resource
+import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +18,10 @@ from exgrpo_megatron.config import DebugConfig
 from exgrpo_megatron.debug.files import read_bad_step
 from exgrpo_megatron.debug.recompute import loss_of
 from exgrpo_megatron.debug.verdict import RatioExtremes, faults
+from exgrpo_megatron.debug.watch import BadStepWatch
+from exgrpo_megatron.debug.write import replace_arrays
 from exgrpo_megatron.debug_command import replay_bad_step, replay_recipe, replayed, show_bad_step
-from exgrpo_megatron.errors import DataError
+from exgrpo_megatron.errors import DataError, UserError
 from exgrpo_megatron.types import LossTerms, UpdateResult
 
 FINE = UpdateResult(
@@ -150,6 +155,11 @@ def test_a_weight_that_is_no_number_is_named_and_the_losses_come_out_as_nan(tmp_
     assert [update.skipped for update in kept.updates] == [True, True]
     assert all(math.isnan(loss_of(update)) for update in kept.updates)
     assert not (folder / "weights").exists()
+    text = (folder / "rank_00000.json").read_text()
+    assert (
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["metrics"]["policy/grad_norm"]
+        == "nan"
+    )
 
 
 def test_what_raises_in_a_step_is_kept_with_its_traceback(tmp_path, data_parallel):
@@ -186,6 +196,160 @@ def test_what_raises_before_any_optimiser_step_is_kept_too(tmp_path, data_parall
     assert "scores of stored answers must be finite" in kept.reasons[0]
 
 
+@contextmanager
+def files_of_at_most(num_bytes):
+    """What a full disk does: a write beyond that fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_run_goes_on_where_a_bad_step_cannot_be_kept(tmp_path, data_parallel):
+    trainer = watched(tmp_path, data_parallel, debug={"max_grad_norm": 1e-6, "max_dumps": 1, "weights": True})
+    folder = tmp_path / "run" / "debug"
+    folder.write_text("in the way")
+    (first,) = run(trainer, 1)
+    assert any("Its batch could not be kept (1 since the start): [Errno 20]" in text for text in first.warnings)
+    folder.unlink()
+    with files_of_at_most(4096):  # torch's state alone has 5056
+        (second,) = run(trainer, 2)
+    assert any("could not be kept (2 since the start): cannot write" in text for text in second.warnings)
+    assert list((folder / "step_000002").iterdir()) == [], "a part of it would be taken for the whole"
+    with files_of_at_most(100_000):
+        (third,) = run(trainer, 3)
+    (note,) = [text for text in third.warnings if text.startswith("bad: ")]
+    assert "Its weights are not kept: " in note
+    assert "too large" in note
+    assert len(read_bad_step(folder / "step_000003").updates) == 2
+    # Only what was kept counts against debug.max_dumps.
+    (fourth,) = run(trainer, 4)
+    assert any("the 4th since the start, and not kept (debug.max_dumps)" in text for text in fourth.warnings)
+
+
+def test_arrays_are_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "rank_00000.safetensors"
+    path.write_text("before")
+    with files_of_at_most(4096), pytest.raises(UserError, match=r"cannot write .*too large"):
+        replace_arrays(path, {"x": np.zeros(5000, np.uint8)})
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [(path.name, "before")]
+
+
+@pytest.mark.parametrize("size", [None, 4096])
+def test_what_raises_is_seen_also_where_it_cannot_be_kept(tmp_path, data_parallel, caplog, size):
+    trainer = watched(tmp_path, data_parallel)
+    if size is None:
+        (tmp_path / "run" / "debug").write_text("in the way")
+
+    def fails(*args, **keywords):
+        raise RuntimeError("out of memory, say")
+
+    trainer.parts.policy.update = fails
+    with files_of_at_most(size or 1 << 30), pytest.raises(RuntimeError, match="out of memory") as raised:
+        run(trainer, 1)
+    assert raised.value.__context__ is None
+    assert "step 1 raised; its batch could not be kept: " in caplog.text
+
+
+def test_what_an_earlier_start_kept_of_a_step_is_not_mixed_with_what_is_kept_now(tmp_path, data_parallel):
+    trainer = watched(tmp_path, data_parallel, debug={"max_grad_norm": 1e-6})
+    run(trainer, 1)
+    folder = tmp_path / "run" / "debug" / "step_000001"
+
+    def leave():
+        for path in [path for path in folder.iterdir() if path.stem == "rank_00000"]:
+            shutil.copy(path, path.with_stem("rank_00001"))
+        (folder / "weights").mkdir()
+        (folder / "notes.txt").touch()
+
+    def again():
+        trainer.parts = replace(trainer.parts, watch=BadStepWatch(trainer.config))
+        trainer.last_step = 0
+        run(trainer, 1)
+
+    leave()
+    again()
+    names = ["notes.txt", "rank_00000.json", "rank_00000.jsonl", "rank_00000.safetensors", "recipe.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    # One that raises cannot ask the others, whose older files are told apart by the start that wrote them.
+    leave()
+    trainer.parts.policy.update = None
+    with pytest.raises(TypeError):
+        again()
+    assert not (folder / "weights").exists()
+    edit(folder / "rank_00000.json", ranks=2, data_parallel_size=2)
+    edit(folder / "rank_00001.json", ranks=2, data_parallel_size=2, data_parallel_rank=1)
+    kept = read_bad_step(folder)
+    assert (kept.missing_ranks, len(kept.updates), kept.updates[0].whole) == ([1], 1, False)
+    assert "TypeError" in kept.reasons[0]
+
+
+def edit(path, **changed):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+def test_texts_may_have_any_character_that_ends_lines(tmp_path, data_parallel):
+    trainer = watched(tmp_path, data_parallel, debug={"max_grad_norm": 1e-6})
+    decode, odd = trainer.parts.tokenizer.decode, "a\u2028b\u2029c\x85d\re\nf"
+    trainer.parts.tokenizer.decode = lambda ids: decode(ids) + odd
+    run(trainer, 1)
+    kept = read_bad_step(tmp_path / "run" / "debug" / "step_000001")
+    assert {origin.answer[-len(odd) :] for update in kept.updates for origin in update.origins} == {odd}
+
+
+def test_a_damaged_folder_is_refused_in_one_sentence(tmp_path, data_parallel):
+    run(watched(tmp_path, data_parallel, debug={"max_grad_norm": 1e-6}), 1)
+    folder = tmp_path / "run" / "debug" / "step_000001"
+    content = json.loads((folder / "rank_00000.json").read_text())
+    updates = content["updates"]
+    sequences = updates[0]["sequences"]
+    tokens = sum(sequence["response_tokens"] for sequence in sequences)
+
+    def with_sequence(**changed):
+        return {"updates": [{**updates[0], "sequences": [{**sequences[0], **changed}, *sequences[1:]]}, updates[1]]}
+
+    longer = sequences[0]["response_tokens"] + 1
+    for changed, message in [
+        ({"reasons": [1]}, "rank_00000: reasons.0: Input should be a valid string"),
+        ({"ranks": 10**8}, "rank_00000: ranks: Input should be less than or equal to 1000000"),
+        (
+            with_sequence(response_tokens=longer),
+            f"response_ids of a rank has shape ({tokens},), its sequences {tokens + 1} tokens",
+        ),
+        (with_sequence(response_tokens="x"), "rank_00000: updates.0.sequences.0.response_tokens: Input should be"),
+        (with_sequence(response_tokens=0), "rank_00000: updates.0.sequences.0.response_tokens: Input should be"),
+        ({"updates": [*updates, updates[0]]}, "rank_00000.safetensors lacks update_2.entropy"),
+    ]:
+        edit(folder / "rank_00000.json", **{**content, **changed})
+        with pytest.raises(DataError) as refused:
+            read_bad_step(folder)
+        assert str(refused.value).startswith(f"{folder} is damaged: ")
+        assert message in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def test_ranks_that_came_to_different_optimiser_steps_are_shown(tmp_path, data_parallel, capsys):
+    run(watched(tmp_path, data_parallel, debug={"max_grad_norm": 1e-6}), 1)
+    folder = tmp_path / "run" / "debug" / "step_000001"
+    for path in [path for path in folder.iterdir() if path.stem == "rank_00000"]:
+        shutil.copy(path, path.with_stem("rank_00001"))
+    updates = json.loads((folder / "rank_00000.json").read_text())["updates"]
+    early = [{**updates[0], "loss": None, "grad_norm": None, "skipped": None, "learning_rate": None}]
+    edit(folder / "rank_00000.json", ranks=40, data_parallel_size=2)
+    edit(folder / "rank_00001.json", ranks=40, data_parallel_size=2, data_parallel_rank=0, updates=early)
+    kept = read_bad_step(folder)
+    assert [update.loss for update in kept.updates] == [float(update["loss"]) for update in updates]
+    # Of the first one of the ranks has no ratios, and of both the second half of the sequences is missing.
+    assert [loss_of(update) for update in kept.updates] == [None, None]
+    assert kept.missing_ranks == list(range(2, 40))
+    show_bad_step(folder)
+    shown = capsys.readouterr().out
+    assert "20, 21 and 18 more\n" in shown
+    assert "optimiser step 2: only the sequences of some ranks are there\n" in shown
+
+
 def test_no_more_steps_are_kept_than_the_recipe_says(tmp_path, data_parallel):
     trainer = watched(tmp_path, data_parallel, debug={"max_grad_norm": 1e-6, "max_dumps": 1})
     results = run(trainer, 2)
@@ -220,6 +384,9 @@ def test_the_command_shows_a_step_and_computes_it_again(tmp_path, data_parallel,
     assert f"norm                 {first.grad_norm:.9g}\n" in narrow
     assert "…" not in narrow
     monkeypatch.setenv("COLUMNS", "200")
+    marked = shutil.copytree(folder, tmp_path / "[b]of[red]" / "[/b]")
+    show_bad_step(marked)
+    assert f"{marked}\n" in capsys.readouterr().out
     replay_bad_step(folder, tmp_path / "run" / "model", replay_recipe(folder), data_parallel)
     row = next(line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("1 ")).split()
     assert float(row[-2]) == pytest.approx(first.loss, rel=1e-4)
