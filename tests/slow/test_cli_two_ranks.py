@@ -61,7 +61,8 @@ def test_a_signal_to_the_launcher_of_one_machine_stops_both_and_the_run_goes_on_
     first[0].wait_for("the same command goes on from there")
     assert "another process of the run was told to stop, so all save and stop" in first[0].output
     assert first[0].process.poll() is None  # it waits for the other launcher, for five minutes
-    first[0].process.send_signal(signal.SIGTERM)
+    psutil.wait_procs(psutil.Process(first[0].process.pid).children())
+    first[0].process.kill()
     first[0].end()
     result = exgrpo(*args, ranks=2)
     assert result.returncode == 0, result.stderr

@@ -4,7 +4,7 @@ of the list, but for what needs another machine; and the times of a step add up 
 from pathlib import Path
 
 import pytest
-from scripted import make_config
+from scripted import make_config, write_questions
 
 from exgrpo_megatron import build, run_inputs
 from exgrpo_megatron.metric_sinks import read_metrics
@@ -54,8 +54,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def emitted(tmp_path, run_steps, data_parallel):
     """By kind of run, the metrics of its steps, as they were written."""
+    sums = {"path": str(tmp_path / "sums.jsonl"), "id_key": "id", "in_training": True, "num_samples": 2, "group": "ID"}
+    write_questions(tmp_path / "sums.jsonl", 2)
     found = {}
-    for kind, sections in KINDS.items():
+    for kind, sections in {**KINDS, "plain": {**KINDS["plain"], "eval": {"sets": {"sums": sums}}}}.items():
         folder = tmp_path / kind.replace(" ", "_")
         folder.mkdir()
         held_out = {"path": str(folder / "questions.jsonl"), "id_key": "id", "category_key": "answer"}
