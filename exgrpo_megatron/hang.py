@@ -73,8 +73,8 @@ class Lookout:
     """Notes where this process is, and judges by the notes of all whether the run stands still.
 
     It does where this process has not moved for `limit_s`, nor has any of those furthest behind: one that gets on,
-    however slowly, is waited for. Time in which the process itself was stopped does not count; another one that makes no
-    note is waited for as long.
+    however slowly, is waited for. Time in which the process itself was stopped does not count; another one that makes
+    no note is waited for as long.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ def watched(lookout: Lookout, rank: int, folder: Path, leave: Callable[[str, boo
         if verdict.is_mine:
             time.sleep(min(max(2 * lookout.beat_s, 3.0), _PATIENCE_S))  # the others see it, and write theirs
         where = f"{folder} has the stacks of every process that answered" if written else "the log has the stacks"
-        leave(f"{verdict.text}. {where}; the same command goes on from the newest checkpoint", verdict.is_mine)
+        leave(f"{verdict.text}. {where}", verdict.is_mine)
 
     watcher = threading.Thread(target=watch, name="exgrpo-hang-watch", daemon=True)
     watcher.start()
