@@ -82,7 +82,7 @@ class Lookout:
     ) -> None:
         """`connect` is called by the first `look`, and again where it fails."""
         self.beat_s = min(BEAT_S, limit_s / 40)
-        self._places, self._connect, self._rank, self._world_size = places, connect, rank, world_size
+        self._places, self._connect, self._rank, self.world_size = places, connect, rank, world_size
         self.limit_s = limit_s
         self._store: SideStore | None = None
         self._moves, self._still_s, self._since, self._beat = -1, 0.0, "", 0
@@ -156,7 +156,7 @@ class Lookout:
     def _judge(self, store: SideStore, still_s: float) -> str | None:
         """The verdict; None where there is none yet. `still_s` is of this process."""
         self._next_reading_s = max(self.limit_s, still_s + self.limit_s / 10)
-        self.seen = [_read(store, rank) for rank in range(self._world_size)]
+        self.seen = [_read(store, rank) for rank in range(self.world_size)]
         there = [one for one in self.seen if one is not None]
         for one in there:
             if self._heard.get(one.rank, (0, 0.0))[0] != one.beat:
@@ -211,6 +211,8 @@ def watched(lookout: Lookout, rank: int, folder: Path, leave: Callable[[str, boo
     over = threading.Event()
 
     def watch() -> None:
+        # Here, and not for long: the file system may hang.
+        _within(_PATIENCE_S, lambda: _set_aside(folder, rank, lookout.world_size))
         last = time.monotonic()
         while not over.wait(lookout.beat_s):
             # Should even this thread get no turn, one without Python writes the stacks to the log.
@@ -278,6 +280,18 @@ def _write_stacks(folder: Path, rank: int, table: str | None) -> None:
         (folder / "places.txt").write_text(f"{table}\n", encoding="utf-8")
     with (folder / f"rank_{rank:05d}.txt").open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file)
+
+
+def _set_aside(folder: Path, rank: int, world_size: int) -> None:
+    """What an earlier run left goes into a folder of its own, lest it be taken for this one's."""
+    old = [folder / f"rank_{rank:05d}.txt"]
+    if rank == 0:  # also of ranks that this run does not have
+        others = [path for path in folder.glob("rank_*.txt") if int(path.stem[5:]) >= world_size]
+        old += [folder / "places.txt", *others]
+    for path in old:
+        if path.exists():
+            (folder / "before").mkdir(exist_ok=True)
+            path.replace(folder / "before" / path.name)
 
 
 def _within(seconds: float, work: Callable[[], None]) -> bool:

@@ -202,6 +202,9 @@ def test_the_watch_leaves_the_stacks_of_all_threads_and_the_places_and_ends_the_
         messages.append((message, speaks))
         left.set()
 
+    (tmp_path / "hang").mkdir()
+    for name in ("rank_00000.txt", "rank_00003.txt"):
+        (tmp_path / "hang" / name).write_text("of an earlier run")
     lookout = Lookout(places, lambda: store, 0, 1, 1.0)
 
     def stuck_here():
@@ -214,6 +217,11 @@ def test_the_watch_leaves_the_stacks_of_all_threads_and_the_places_and_ends_the_
     assert f"{tmp_path / 'hang'} has the stacks of every process that answered" in message
     assert "in stuck_here" in (tmp_path / "hang" / "rank_00000.txt").read_text()
     assert "step 1: reward" in (tmp_path / "hang" / "places.txt").read_text()
+    assert sorted(path.name for path in (tmp_path / "hang").glob("*.txt")) == ["places.txt", "rank_00000.txt"]
+    before = (tmp_path / "hang" / "before").iterdir()
+    assert {path.name: path.read_text() for path in before} == dict.fromkeys(
+        ("rank_00000.txt", "rank_00003.txt"), "of an earlier run"
+    )
 
 
 def test_a_run_that_moves_is_left_alone(tmp_path):
