@@ -104,11 +104,13 @@ def _build_vllm_engine(
     )
 
 
-def build_verifier(config: Config) -> Verifier:
+def build_verifier(config: Config, comm: Communicator) -> Verifier:
     """Math-Verify or the recipe's own function in worker processes, or the comparison of texts."""
     if config.env.reward_function is not None:
-        return FunctionVerifier(config.env)
-    return ExactTextVerifier(config.env.math) if config.env.math.exact_text else MathVerifier(config.env.math)
+        return FunctionVerifier(config.env, comm.places.advance)
+    if config.env.math.exact_text:
+        return ExactTextVerifier(config.env.math)
+    return MathVerifier(config.env.math, comm.places.advance)
 
 
 def build_parts(
@@ -122,7 +124,7 @@ def build_parts(
         comm=comm,
         policy=policy,
         engine=build_engine(config, inputs, comm, policy.export_weights),
-        verifier=build_verifier(config),
+        verifier=build_verifier(config, comm),
         tokenizer=inputs.tokenizer,
         order=QuestionOrder(inputs.train.questions, config.grpo.seed, config.data.epoch_order),
         experience=build_experience(config, inputs.train.questions, comm, experience_folder),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from exgrpo_megatron.evaluation_request import EvalRequest, QuestionsOf
 from exgrpo_megatron.evaluator import Evaluation
 from exgrpo_megatron.files import replace_text, writable_folder
 from exgrpo_megatron.parts import score_by_all
+from exgrpo_megatron.places import LOADING, STARTING
 from exgrpo_megatron.report.entropy import EntropyReport, draw_entropy, entropy_report
 from exgrpo_megatron.rollout.weight_buckets import in_groups
 from exgrpo_megatron.run_folder import checkpoint_store
@@ -80,16 +81,18 @@ def evaluate_checkpoint(config: Config, inputs: Inputs, request: EvalRequest, co
     """Pass rates of a run's checkpoint or of a Hugging Face folder."""
     questions = inputs.train.questions if request.questions is QuestionsOf.train else inputs.held_out
     weights, actor = checkpoint_weights(config, inputs, request, comm)
-    engine = build.build_engine(config, inputs, comm, weights)
-    engine.load_weights(weights(), version=0)
-    with closing(build.build_verifier(config)) as verifier:
+    with comm.places.inside(STARTING):
+        engine = build.build_engine(config, inputs, comm, weights)
+        engine.load_weights(weights(), version=0)
+    with closing(build.build_verifier(config, comm)) as verifier:
         evaluator = build.build_evaluator(config, inputs, engine, verifier, comm, questions)
         assert evaluator is not None, "find_checkpoint refuses a recipe without data.validation"
         evaluation = evaluator.run(keep_tokens=request.entropy)
     engine.close()
     if request.entropy:
         assert actor is not None
-        _add_entropies(evaluation, questions, actor, comm, config.eval.temperature)
+        with comm.places.inside("evaluation: entropies"):
+            _add_entropies(evaluation, questions, actor, comm, config.eval.temperature)
     return evaluation
 
 
@@ -101,13 +104,21 @@ def checkpoint_weights(
     if _is_hf(checkpoint):
         run_inputs.check_architecture(checkpoint, inputs)
         if request.entropy:
-            actor = build.build_rl_actor(config, checkpoint, comm)
+            with comm.places.inside(LOADING):
+                actor = build.build_rl_actor(config, checkpoint, comm)
             return actor.export_weights, actor
         reader = run_inputs.HFReader(checkpoint)
-        return lambda: ((name, reader.get(name)) for name in in_groups(reader.names())), None
-    actor = build.build_rl_actor(config, inputs.model_dir, comm)
-    checkpoint_store(config, comm).verify(checkpoint)
-    actor.load(checkpoint / "policy")
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            for name in in_groups(reader.names()):
+                comm.places.advance()
+                yield name, reader.get(name)
+
+        return read, None
+    with comm.places.inside(LOADING):
+        actor = build.build_rl_actor(config, inputs.model_dir, comm)
+        checkpoint_store(config, comm).verify(checkpoint)
+        actor.load(checkpoint / "policy")
     return actor.export_weights, actor
 
 

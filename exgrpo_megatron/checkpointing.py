@@ -123,7 +123,7 @@ class CheckpointStore:
                 if self.comm.is_main:
                     _make_empty(aside)
             parts = prepare(aside)
-        write = partial(_write, aside, parts)
+        write = partial(_write, aside, parts, self.comm.places.advance)
         written = in_background(write) if self.config.async_save else completed(write)
         self._saving = _Saving(step, aside, state, parts, written)
 
@@ -211,7 +211,10 @@ class CheckpointStore:
                 files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
                 read = [name for name in files if name != DIGESTS_FILE and not excuse(name)]
                 own = read[comm.rank * comm.members + comm.member :: comm.world_size]
-                mine = {name: sha256_of(folder / name) for name in own}
+                mine = {}
+                for name in own:
+                    mine[name] = sha256_of(folder / name)
+                    comm.places.advance()
             except OSError as error:
                 raise CheckpointError(f"{error.filename or folder}: {_damaged(folder)} ({error})") from None
         return {name: digest for share in gather_everyone(comm, mine) for name, digest in share.items()}
@@ -304,11 +307,16 @@ def read_state(checkpoint: Path, keys: frozenset[str] = STATE_KEYS) -> dict[str,
     return state
 
 
-def _write(aside: Path, parts: list[Part]) -> _Written:
+def _write(aside: Path, parts: list[Part], on_progress: Callable[[], None]) -> _Written:
     """Every part of this process, and the digests of what it wrote, while that is still in memory."""
     started = time.perf_counter()
-    files = [path for part in parts for path in part.write()]
-    digests = {str(path.relative_to(aside)): sha256_of(path) for path in files}
+    files, digests = [], {}
+    for part in parts:
+        files += part.write()
+        on_progress()
+    for path in files:
+        digests[str(path.relative_to(aside))] = sha256_of(path)
+        on_progress()
     return _Written(digests, time.perf_counter() - started)
 
 

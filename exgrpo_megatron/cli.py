@@ -24,6 +24,7 @@ from exgrpo_megatron.arguments import OverridesArgument, RecipeArgument
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.evaluation_request import EvalRequest, QuestionsOf
 from exgrpo_megatron.files import replace_text
+from exgrpo_megatron.places import LOADING, READING
 from exgrpo_megatron.process import (
     STOPPED_AT_ONCE,
     command,
@@ -54,8 +55,9 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done, or stopped by a signal and saved; 2 something the user must change; 130 stopped at once."""
-    with reported_errors():
+    """Exit codes: 0 done, or stopped by a signal and saved; 2 something the user must change; 130 stopped at once.
+    With `args`, the caller goes on after it, with the handler of SIGTERM it had."""
+    with reported_errors(last=args is None):
         try:
             code = app(args, prog_name="exgrpo", standalone_mode=False)
         except _UsageError as error:
@@ -114,7 +116,8 @@ def sft(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
         with together(comm):
             check_loggers(config.logger)
-        inputs = run_inputs.load_inputs(config, comm)
+        with comm.places.inside(READING):
+            inputs = run_inputs.load_inputs(config, comm)
         target = Path(config.logger.log_dir) / "sft" / "hf"
         with reporter_of(comm, config.sft.max_num_steps, "sft") as reporter:
             done = supervised.supervised_run(config, inputs, target, comm, reporter, stop)
@@ -160,7 +163,8 @@ def evaluate(
 
         found = checkpoint_evaluation.find_checkpoint(config, checkpoint, comm, questions)
         request = EvalRequest(found, questions, entropy)
-        inputs = run_inputs.load_inputs(config, comm)
+        with comm.places.inside(READING):
+            inputs = run_inputs.load_inputs(config, comm)
         evaluation = checkpoint_evaluation.evaluate_checkpoint(config, inputs, request, comm)
         if comm.is_main:
             written = checkpoint_evaluation.write_evaluation(config, evaluation, request)
@@ -177,7 +181,7 @@ def evaluate(
 
 
 def _evaluate_sets(config: Config, checkpoint: Path | None, entropy: bool) -> None:
-    with process_group(config) as comm:
+    with process_group(config, advice="the same command goes on after the answers that are written") as comm:
         from exgrpo_megatron import checkpoint_evaluation  # noqa: PLC0415
         from exgrpo_megatron.set_evaluation.run import check_sets, evaluate_sets  # noqa: PLC0415
 
@@ -207,11 +211,14 @@ def prefill(
         from exgrpo_megatron.prefill import check_prefill_target, record_solutions  # noqa: PLC0415
 
         target = check_prefill_target(config)
-        inputs = run_inputs.load_inputs(config, comm)
-        actor = build.build_rl_actor(config, inputs.model_dir, comm)
-        parts = build.build_parts(config, inputs, actor, comm)
+        with comm.places.inside(READING):
+            inputs = run_inputs.load_inputs(config, comm)
+        with comm.places.inside(LOADING):
+            actor = build.build_rl_actor(config, inputs.model_dir, comm)
+            parts = build.build_parts(config, inputs, actor, comm)
         try:
-            report = record_solutions(parts, ending or ["\\boxed{{answer}}"])
+            with comm.places.inside("recording the solutions"):
+                report = record_solutions(parts, ending or ["\\boxed{{answer}}"])
         finally:
             parts.verifier.close()
         parts.experience.save(target)

@@ -164,7 +164,8 @@ def _process(request: ExportRequest, found: _Found) -> Iterator[None]:
         yield
         return
     whole = PolicyConfig(model_name=found.config.policy.model_name)
-    with process_group(found.config.model_copy(update={"policy": whole, "cluster": ClusterConfig()})):
+    alone = found.config.model_copy(update={"policy": whole, "cluster": ClusterConfig()})
+    with process_group(alone, watch=False):
         yield
 
 

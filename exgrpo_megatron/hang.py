@@ -73,7 +73,8 @@ class Lookout:
     """Notes where this process is, and judges by the notes of all whether the run stands still.
 
     It does where this process has not moved for `limit_s`, nor has any of those furthest behind: one that gets on,
-    however slowly, is waited for. Time in which the process itself was stopped does not count.
+    however slowly, is waited for. Time in which the process itself was stopped does not count; another one that makes
+    no note is waited for as long.
     """
 
     def __init__(
@@ -81,15 +82,21 @@ class Lookout:
     ) -> None:
         """`connect` is called by the first `look`, and again where it fails."""
         self.beat_s = min(BEAT_S, limit_s / 40)
-        self._places, self._connect, self._rank, self._world_size = places, connect, rank, world_size
+        self._places, self._connect, self._rank, self.world_size = places, connect, rank, world_size
         self.limit_s = limit_s
         self._store: SideStore | None = None
         self._moves, self._still_s, self._since, self._beat = -1, 0.0, "", 0
-        self._beats_before: dict[int, int] | None = None
-        """Of the ranks that were there, at the last judgement."""
-        self._next_judgement_s = limit_s
+        self._heard: dict[int, tuple[int, float]] = {}
+        """The last beat of each rank, and the `still_s` of this one when it was new."""
+        self._first_reading_s = limit_s / 2
+        """Early enough to know, not long after the limit, who has been silent for all of it."""
+        self._next_reading_s = self._first_reading_s
+        self._found = False
+        """At the last reading: what is found must still be so at the next."""
         self._asked_s = 0.0
         """How long the store took to answer the last time, or not to."""
+        self._unanswered_s = 0.0
+        """Since the store last answered."""
         self.seen: list[Sighting | None] = []
         """Of all ranks, at the last judgement; None for one that never came."""
 
@@ -108,17 +115,16 @@ class Lookout:
             self._store.set(_key(self._rank), json.dumps(asdict(own)))
             if self._store.check([_VERDICT]):
                 return Verdict(self._store.get(_VERDICT).decode(), False)
-            if own.still_s < self._next_judgement_s:
-                return None
-            self._next_judgement_s = own.still_s + self.limit_s / 10
-            text = self._judge(self._store)
+            text = self._judge(self._store, own.still_s) if own.still_s >= self._next_reading_s else None
+            self._unanswered_s = 0.0
             if text is None:
                 return None
             agreed = self._store.compare_set(_VERDICT, "", text).decode()
             return Verdict(agreed, agreed == text)
         except RuntimeError as error:  # the store's server is gone, or does not answer
             # Nobody can be asked whether another speaks: rank 0 is given the time to.
-            if own.still_s < (1.5 if self._rank == 0 else 2.0) * self.limit_s:
+            self._store = None  # what hit this connection need not hit a new one
+            if min(own.still_s, self._unanswered_s) < (1.5 if self._rank == 0 else 2.0) * self.limit_s:
                 return None
             return Verdict(self._alone(own, error), True)
 
@@ -134,31 +140,40 @@ class Lookout:
     def _sighting(self, elapsed_s: float) -> Sighting:
         place = self._places.now()
         self._beat += 1
+        # A longer time is one in which the process was stopped.
+        passed_s = min(elapsed_s, 2 * self.beat_s + self._asked_s)
+        self._unanswered_s += passed_s
         if place.moves != self._moves:
             self._moves, self._still_s, self._since = place.moves, 0.0, time.strftime("%H:%M:%S")
-            self._next_judgement_s, self._beats_before = self.limit_s, None
+            self._next_reading_s, self._found, self._heard = self._first_reading_s, False, {}
         else:
-            # A longer time is one in which the process was stopped.
-            self._still_s += min(elapsed_s, 2 * self.beat_s + self._asked_s)
+            self._still_s += passed_s
         return Sighting(
             self._rank, socket.gethostname(), os.getpid(), place.name, place.count, self._still_s, self._since,
             self._beat,
         )  # fmt: skip
 
-    def _judge(self, store: SideStore) -> str | None:
-        """The verdict; None where there is none yet."""
-        self.seen = [_read(store, rank) for rank in range(self._world_size)]
+    def _judge(self, store: SideStore, still_s: float) -> str | None:
+        """The verdict; None where there is none yet. `still_s` is of this process."""
+        self._next_reading_s = max(self.limit_s, still_s + self.limit_s / 10)
+        self.seen = [_read(store, rank) for rank in range(self.world_size)]
         there = [one for one in self.seen if one is not None]
-        before, self._beats_before = self._beats_before, {one.rank: one.beat for one in there}
-        if before is None:  # who is silent shows from the second look on
-            return None
-        silent = [one for one in there if one.rank != self._rank and before.get(one.rank) == one.beat]
-        missing = [rank for rank, one in enumerate(self.seen) if one is None]
+        for one in there:
+            if self._heard.get(one.rank, (0, 0.0))[0] != one.beat:
+                self._heard[one.rank] = one.beat, still_s
+        quiet_s = {rank: still_s - heard_at for rank, (_, heard_at) in self._heard.items()}
+        silent = [one for one in there if quiet_s[one.rank] >= self.limit_s]
         alive = [one for one in there if one not in silent]
+        doubtful = any(quiet_s[one.rank] > 0 for one in alive)  # suspended, perhaps: it may move yet
         least = min(one.count for one in alive)
         behind = [one for one in alive if one.count == least]
-        if not silent and not missing and any(one.still_s < self.limit_s for one in behind):
+        # Whoever is silent or missing: as long as one of these moves, the run does not yet wait for it alone.
+        moves = any(one.still_s < self.limit_s for one in behind)
+        found = still_s >= self.limit_s and not moves and not doubtful
+        before, self._found = self._found, found
+        if not (before and found):
             return None
+        missing = [rank for rank, one in enumerate(self.seen) if one is None]
         return self._explained(missing, silent, behind, [one for one in alive if one.count > least])
 
     def _explained(
@@ -196,6 +211,8 @@ def watched(lookout: Lookout, rank: int, folder: Path, leave: Callable[[str, boo
     over = threading.Event()
 
     def watch() -> None:
+        # Here, and not for long: the file system may hang.
+        _within(_PATIENCE_S, lambda: _set_aside(folder, rank, lookout.world_size))
         last = time.monotonic()
         while not over.wait(lookout.beat_s):
             # Should even this thread get no turn, one without Python writes the stacks to the log.
@@ -214,7 +231,7 @@ def watched(lookout: Lookout, rank: int, folder: Path, leave: Callable[[str, boo
         if verdict.is_mine:
             time.sleep(min(max(2 * lookout.beat_s, 3.0), _PATIENCE_S))  # the others see it, and write theirs
         where = f"{folder} has the stacks of every process that answered" if written else "the log has the stacks"
-        leave(f"{verdict.text}. {where}; the same command goes on from the newest checkpoint", verdict.is_mine)
+        leave(f"{verdict.text}. {where}", verdict.is_mine)
 
     watcher = threading.Thread(target=watch, name="exgrpo-hang-watch", daemon=True)
     watcher.start()
@@ -263,6 +280,18 @@ def _write_stacks(folder: Path, rank: int, table: str | None) -> None:
         (folder / "places.txt").write_text(f"{table}\n", encoding="utf-8")
     with (folder / f"rank_{rank:05d}.txt").open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file)
+
+
+def _set_aside(folder: Path, rank: int, world_size: int) -> None:
+    """What an earlier run left goes into a folder of its own, lest it be taken for this one's."""
+    old = [folder / f"rank_{rank:05d}.txt"]
+    if rank == 0:  # also of ranks that this run does not have
+        others = [path for path in folder.glob("rank_*.txt") if int(path.stem[5:]) >= world_size]
+        old += [folder / "places.txt", *others]
+    for path in old:
+        if path.exists():
+            (folder / "before").mkdir(exist_ok=True)
+            path.replace(folder / "before" / path.name)
 
 
 def _within(seconds: float, work: Callable[[], None]) -> bool:

@@ -20,7 +20,10 @@ _KILL_S = 60
 _RESOLUTION_S = 60
 """Slurm sends a signal up to so long before it is due."""
 
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_MAX_SIGNAL_S = 65_535
+"""The longest time of `--signal`."""
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,16 @@ def check_job(config: Config, job: SlurmJob) -> None:
     except ConfigError as error:
         asked = f"--nodes {job.nodes} --gpus-per-node {job.gpus_per_node}"
         raise ConfigError(f"{asked}: {error}; give other numbers, or change the layout") from None
-    if job.stop_before_s <= _KILL_S:
-        raise ConfigError(f"--stop-before-s {job.stop_before_s}: must be more than {_KILL_S}, and longer than a step")
+    check_values(job)
+
+
+def check_values(job: SlurmJob) -> None:
+    """Raise ConfigError for a value that sbatch would not take, or take for something else."""
+    if not _KILL_S < job.stop_before_s <= _MAX_SIGNAL_S:
+        raise ConfigError(
+            f"--stop-before-s {job.stop_before_s}: must be more than {_KILL_S} and longer than a step, and at most "
+            f"{_MAX_SIGNAL_S}, the most sbatch takes"
+        )
     if job.time is not None:
         _check_time(job.time, job.stop_before_s)
     for option, value in (("--job-name", job.name), ("--partition", job.partition), ("--account", job.account)):
@@ -67,6 +78,14 @@ def machine_overrides(config: Config, job: SlurmJob) -> list[str]:
     ]
 
 
+def check_text(option: str, value: str, others: str = "") -> None:
+    """Raise ConfigError for a line break or another control character, or one of `others`: it would end its line in a
+    batch file, or be read otherwise than it is written."""
+    found = next((char for char in value if char in others or not char.isprintable()), None)
+    if found is not None:
+        raise ConfigError(f"{option} {value!r}: has {found!r}, which cannot stand in a batch file")
+
+
 def training_python(given: str) -> str:
     """The Python that trains: `given`, or this one where it is empty.
 
@@ -82,7 +101,14 @@ def training_python(given: str) -> str:
 
 
 def batch_file(job: SlurmJob, recipe: Path, overrides: Sequence[str], python: str, folder: str) -> str:
-    """The text of the batch file. All nodes must see the paths; the recipe's is relative to `folder`."""
+    """The text of the batch file. All nodes must see the paths; the recipe's is relative to `folder`.
+
+    Raises:
+        ConfigError: a path or override that cannot stand in one.
+    """
+    check_text("--folder", folder, "'\"\\")  # sbatch reads quotes by rules of its own
+    for option, value in (("recipe", str(recipe)), ("--python", python), *(("override", one) for one in overrides)):
+        check_text(option, value)
     options = {
         "job-name": job.name,
         "nodes": job.nodes,

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+READING = "reading the model's configuration and the questions"
+LOADING = "loading the model"
+STARTING = "starting the engine"
+"""Places of several commands."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -43,7 +48,7 @@ class Places:
             self._count += 1
 
     def advance(self) -> None:
-        """Say that the work of this place gets on; ranks may say so a different number of times."""
+        """Say that the work of this place gets on; ranks may say so a different number of times, and any thread may."""
         self._moves += 1
 
     def now(self) -> Place:

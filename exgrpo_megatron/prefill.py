@@ -132,6 +132,7 @@ def _tokenised(parts: Parts, endings: Sequence[str], report: PrefillReport) -> I
     """Every solution that a rollout could have been, with its end token."""
     questions = {question.text: question for question in parts.train.questions}
     for solution in read_solutions(parts.config.data.train, "data.train"):
+        parts.comm.places.advance()
         question = questions.get(solution.question)
         if question is None:
             report.no_question += 1

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 USER_ERROR, STOPPED_AT_ONCE = 2, 130
 """Exit codes."""
+
+GOES_ON = "the same command goes on from the newest checkpoint"
+AGAIN = "the same command begins again"
+"""What to do about a run that was lost, where checkpoints are saved and where none are."""
 
 HANG_FOLDER = "hang"
 """Of the run's folder: what was found of a run that stood still."""
@@ -89,10 +93,16 @@ def say(comm: Communicator, text: str) -> None:
 
 
 @contextmanager
-def process_group(config: Config) -> Iterator[DataParallel]:
+def process_group(config: Config, *, advice: str = AGAIN, watch: bool = True) -> Iterator[DataParallel]:
     """The processes of the run, left at the end; libraries are kept quiet inside.
 
     Where nothing moves for `cluster.hang_timeout_s`, the process ends with a message that says which rank is behind.
+
+    Args:
+        config: the recipe.
+        advice: ends every message on a run that was lost.
+        watch: whether to end it where it stands still. A process that is always alone waits for no other: who started
+            it sees best whether it is slow.
 
     Raises:
         LostRankError: another process ended early.
@@ -107,22 +117,33 @@ def process_group(config: Config) -> Iterator[DataParallel]:
     from exgrpo_megatron.policy import distributed  # noqa: PLC0415
 
     quiet_transformers()
-    places, rank = Places(), launched_rank()
-    limit_s = config.cluster.hang_timeout_s
-    lookout = Lookout(places, distributed.side_store, rank, launched_processes(), limit_s)
-    with watched(lookout, rank, Path(config.logger.log_dir) / HANG_FOLDER, _leave_hanging):
+    places = Places()
+    with _watched(config, places, advice) if watch else nullcontext():
         comm = distributed.initialize(config.policy, config.cluster, config.grpo.seed, places)
         try:
             yield comm
             comm.barrier()
         except (RuntimeError, UserError) as error:
             if comm.world_size > 1 and distributed.lost_rank(error):
-                raise _lost_rank(comm) from error
+                raise _lost_rank(comm, advice) from error
             if isinstance(error, torch.OutOfMemoryError):
-                raise _out_of_memory(error) from error
+                raise _out_of_memory(error, advice) from error
             raise
         finally:
             comm.shutdown()
+
+
+def _watched(config: Config, places: Places, advice: str) -> AbstractContextManager[None]:
+    from exgrpo_megatron.policy.distributed import side_store  # noqa: PLC0415
+
+    rank = launched_rank()
+    lookout = Lookout(places, side_store, rank, launched_processes(), config.cluster.hang_timeout_s)
+    folder = Path(config.logger.log_dir) / HANG_FOLDER
+
+    def leave(message: str, speaks: bool) -> NoReturn:
+        _leave_hanging(f"{message}; {advice}", speaks)
+
+    return watched(lookout, rank, folder, leave)
 
 
 def _leave_hanging(message: str, speaks: bool) -> NoReturn:
@@ -139,15 +160,19 @@ def _leave_hanging(message: str, speaks: bool) -> NoReturn:
 
 @contextmanager
 def whole_run(config: Config) -> Iterator[tuple[Communicator, StopSignal]]:
-    """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal."""
-    with process_group(config) as comm:
+    """The processes of a command that writes into the run's folder, which is theirs alone, and stops on a signal.
+
+    SIGTERM is ignored afterwards: the caller ends the process, or sets its own handler again.
+    """
+    with process_group(config, advice=GOES_ON if config.checkpointing.enabled else AGAIN) as comm:
         from exgrpo_megatron.run_folder import locked_folder  # noqa: PLC0415
 
-        with locked_folder(config, comm), StopSignal(announce=comm.is_main).installed() as stop:
+        with locked_folder(config, comm), StopSignal(announce=comm.is_main).installed(to_the_end=True) as stop:
             yield comm, stop
+            comm.barrier()  # a signal must not end who waits here for the others
 
 
-def _lost_rank(comm: DataParallel) -> LostRankError:
+def _lost_rank(comm: DataParallel, advice: str) -> LostRankError:
     """The error of a process whose collective failed for want of another one."""
     deadline = time.monotonic() + _DEATH_S
     while not (killed := comm.killed_ranks()) and time.monotonic() < deadline:
@@ -157,25 +182,28 @@ def _lost_rank(comm: DataParallel) -> LostRankError:
     ranks = f"rank {killed[0]}" if len(killed) == 1 else f"ranks {', '.join(map(str, killed))}"
     return LostRankError(
         f"{ranks} ended without a message: killed, perhaps for want of memory, of which the kernel's log would tell; "
-        "the others cannot go on without it, and the same command goes on from the newest checkpoint",
+        f"the others cannot go on without it, and {advice}",
         killed,
     )
 
 
-def _out_of_memory(error: BaseException) -> UserError:
+def _out_of_memory(error: BaseException, advice: str) -> UserError:
     """What torch says of the sizes, and the last function of this program before it."""
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "exgrpo_" in frame.filename]
     where = f" in {ours[-1].name} ({Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else ""
     sizes = str(error).split(" Including ")[0].split("\n")[0]
     return UserError(
         f"out of memory{where}: {sizes} `exgrpo show RECIPE --world-size N` says what each phase of a step needs, and "
-        "docs/operations.md in which order to change what; the same command goes on from the newest checkpoint"
+        f"docs/operations.md in which order to change what; {advice}"
     )
 
 
 @contextmanager
-def reported_errors() -> Iterator[None]:
-    """Ends the process with one message and exit code 2 for what the user must change; bugs keep their traceback."""
+def reported_errors(*, last: bool = False) -> Iterator[None]:
+    """Ends the process with one message and exit code 2 for what the user must change; bugs keep their traceback.
+
+    `last`: the process ends after this block, so that what SIGTERM does then (`whole_run`) stays as it is.
+    """
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -193,7 +221,8 @@ def reported_errors() -> Iterator[None]:
     except StoppedAtOnceError:
         _fail("stopped at once: nothing is saved of the steps since the last checkpoint", STOPPED_AT_ONCE)
     finally:
-        signal.signal(signal.SIGTERM, on_sigterm)
+        if not last:
+            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _report_lost_rank(error: LostRankError) -> NoReturn:

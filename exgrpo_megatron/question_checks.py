@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from exgrpo_megatron import build
+from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import Config
 from exgrpo_megatron.data.questions import check_disjoint
 from exgrpo_megatron.errors import ConfigError, DataError
@@ -58,13 +59,13 @@ def check_best_checkpoint(config: Config, inputs: Inputs) -> Iterator[str]:
         )
 
 
-def check_gold_answers(config: Config, inputs: Inputs) -> Iterator[str]:
-    """A warning a set whose gold answers the verifier does not all accept as equal to themselves.
+def check_gold_answers(config: Config, inputs: Inputs, comm: Communicator) -> Iterator[str]:
+    """A warning a set whose gold answers the verifier does not all accept as equal to themselves; not collective.
 
     Raises:
         DataError: it accepts none of the training answers, so nothing could be learned.
     """
-    with closing(build.build_verifier(config)) as verifier:
+    with closing(build.build_verifier(config, comm)) as verifier:
         refused = _refused(verifier, inputs.train.questions)
         if len(refused) == len(inputs.train.questions):
             raise DataError(

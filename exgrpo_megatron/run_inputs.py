@@ -86,7 +86,7 @@ def load_inputs(config: Config, comm: Communicator, *, with_questions: bool = Tr
     shown = Demonstrations(config, train.questions, tokenizer) if config.demonstrations.enabled else None
     with together(comm):
         sets = {
-            name: load_eval_set(name, chosen, config.data, tokenizer, config.eval.seed)
+            name: load_eval_set(name, chosen, config.data, tokenizer, config.eval.seed, comm.places.advance)
             for name, chosen in config.eval.sets_in_training.items()
         }
     return Inputs(model_dir, architecture, tokenizer, train, validation, sampling, shown, sets)
@@ -96,10 +96,11 @@ def _load_question_sets(
     config: Config, tokenizer: PromptTokenizer, comm: Communicator
 ) -> tuple[QuestionSet, QuestionSet | None]:
     """Training and held-out questions; DataError where processes have different ones."""
-    data = config.data
+    data, on_row, held_out = config.data, comm.places.advance, None
     with together(comm):
-        train = load_questions(data.train, data, tokenizer, held_out=False)
-        held_out = load_questions(data.validation, data, tokenizer, held_out=True) if data.validation else None
+        train = load_questions(data.train, data, tokenizer, held_out=False, on_row=on_row)
+        if data.validation:
+            held_out = load_questions(data.validation, data, tokenizer, held_out=True, on_row=on_row)
     for key, questions in (("data.train", train), ("data.validation", held_out)):
         found = gather_everyone(comm, questions.fingerprint if questions else "")
         if questions and len(set(found)) > 1:

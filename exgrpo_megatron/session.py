@@ -22,6 +22,7 @@ from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.loggers.content import answer_rows, run_outcome
 from exgrpo_megatron.metric_sinks import AnswerRow, MetricsLogger, read_metrics
 from exgrpo_megatron.parts import Reporter
+from exgrpo_megatron.places import LOADING
 from exgrpo_megatron.prefill import load_prefill
 from exgrpo_megatron.recipe import changed_keys, dump_recipe
 from exgrpo_megatron.report.console import evaluation_line
@@ -76,7 +77,7 @@ class TrainingRun:
         self.store = checkpoint_store(config, comm)
         checkpoint = self.store.latest() if config.checkpointing.enabled else None
         state = check_state(checkpoint, inputs) if checkpoint else {}
-        with comm.places.inside("loading the model"):
+        with comm.places.inside(LOADING):
             self.actor: MegatronActor = build.build_rl_actor(
                 config, inputs.model_dir if checkpoint else start_from, comm
             )

@@ -48,13 +48,16 @@ class StopSignal:
         self._requested_at = 0.0
 
     @contextmanager
-    def installed(self) -> Iterator[StopSignal]:
+    def installed(self, *, to_the_end: bool = False) -> Iterator[StopSignal]:
         """Handles the signals inside the block.
 
         Where an error leaves it, SIGTERM is ignored from then on: the process is ending, and a launcher that ends all
-        ranks because one of them is lost shall not cut off what this one has to say of it.
+        ranks because one of them is lost shall not cut off what this one has to say of it. `to_the_end`: so it is in
+        any case, for there is nothing left to stop, and others wait for this process to leave in good order.
         """
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        if to_the_end:
+            before[signal.SIGTERM] = _ignored
         try:
             yield self
         except Exception:

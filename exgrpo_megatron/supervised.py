@@ -14,6 +14,7 @@ from exgrpo_megatron.comm import Communicator
 from exgrpo_megatron.config import CheckpointConfig, Config
 from exgrpo_megatron.errors import UserError
 from exgrpo_megatron.parts import Reporter
+from exgrpo_megatron.places import LOADING
 from exgrpo_megatron.report.model_card import TrainedModel, model_card
 from exgrpo_megatron.run_folder import open_metrics
 from exgrpo_megatron.run_inputs import Inputs
@@ -44,7 +45,7 @@ def supervised_run(
     """
     from exgrpo_megatron.policy.export import export_hf  # noqa: PLC0415
 
-    with comm.places.inside("loading the model"):
+    with comm.places.inside(LOADING):
         trainer, actor = build.build_sft(config, inputs, comm)
         halfway = _Halfway(config, inputs, comm, trainer, actor)
         halfway.resume(reporter)

@@ -17,6 +17,7 @@ from exgrpo_megatron.files import replace_text
 from exgrpo_megatron.loggers.choice import check_loggers
 from exgrpo_megatron.metric_sinks import read_metrics
 from exgrpo_megatron.parts import Reporter, SilentReporter
+from exgrpo_megatron.places import READING
 from exgrpo_megatron.process import command, say
 from exgrpo_megatron.report.console import ProgressReporter, budget_text
 from exgrpo_megatron.report.dashboard import write_dashboard
@@ -65,7 +66,7 @@ def _train(config: Config, comm: Communicator, stop: StopSignal) -> RunOutcome |
     """Everything up to the summary; None where a signal stopped the warm start."""
     with together(comm):
         check_loggers(config.logger)
-    with comm.places.inside("reading the model's configuration and the questions"):
+    with comm.places.inside(READING):
         inputs = run_inputs.load_inputs(config, comm)
     _describe(config, inputs, comm)
     finished = session.finished_run(config, inputs, comm)
@@ -103,7 +104,7 @@ def _start(config: Config, inputs: Inputs, comm: Communicator, stop: StopSignal)
         run_inputs.check_init_from(config)
     if config.env.math.check_gold and config.env.reward_function is None:
         with comm.places.inside("grading the gold answers"):
-            for line in question_checks.check_gold_answers(config, inputs) if comm.is_main else ():
+            for line in question_checks.check_gold_answers(config, inputs, comm) if comm.is_main else ():
                 say(comm, line)
     if not config.sft.warm_start:
         if is_embedded(config.policy.model_name) and config.policy.init_from is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,16 @@ LETTERS = string.ascii_uppercase
 
 
 def load_eval_set(
-    name: str, config: EvalSetConfig, data: DataConfig, tokenizer: PromptTokenizer, seed: int
+    name: str,
+    config: EvalSetConfig,
+    data: DataConfig,
+    tokenizer: PromptTokenizer,
+    seed: int,
+    on_row: Callable[[], None] = lambda: None,
 ) -> QuestionSet:
     """The questions of a set; those of multiple choice end in their choices, and their answer is the letter of one.
 
-    `data` has the system prompt, the longest prompt, and the template where the set has none.
+    `data` has the system prompt, the longest prompt, and the template where the set has none. `on_row` is called a row.
 
     Raises:
         DataError: at the first row that cannot be used, or where no question is left.
@@ -39,6 +44,7 @@ def load_eval_set(
     prompts = data.model_copy(update={"prompt_template": template})
     collected = CollectedQuestions(prompts, tokenizer, lambda _: True)
     for entry in _entries(config, f"{key}.path", seed):
+        on_row()
         collected.add(entry)
         if len(collected.questions) == config.max_questions:
             break

@@ -83,11 +83,16 @@ def first_ids(ids: Sequence[str], most: int = 3) -> str:
 
 
 def load_questions(
-    source: DataSourceConfig, data: DataConfig, tokenizer: PromptTokenizer, *, held_out: bool
+    source: DataSourceConfig,
+    data: DataConfig,
+    tokenizer: PromptTokenizer,
+    *,
+    held_out: bool,
+    on_row: Callable[[], None] = lambda: None,
 ) -> QuestionSet:
     """The questions of `data.train` (`held_out` False) or `data.validation` (True).
 
-    `held_out` also chooses the side of a generator, whose two sides share no question.
+    `held_out` also chooses the side of a generator, whose two sides share no question. `on_row` is called a row.
 
     Raises:
         DataError: at the first row that cannot be used, or where no question is left.
@@ -97,6 +102,7 @@ def load_questions(
     key = "data.validation" if held_out else "data.train"
     collected = CollectedQuestions(data, tokenizer, _pass_rate_filter(source, key))
     for entry in _entries(source, key, held_out):
+        on_row()
         collected.add(entry)
         if len(collected.questions) == source.max_questions:
             break

@@ -115,7 +115,7 @@ def rescore(request: RescoreRequest) -> tuple[Written, Moved]:
         raise ConfigError(f"{reader.path}: JSON lines; `exgrpo experience import` makes a source of them first")
     size = reader.group_size or config.grpo.num_generations_per_prompt
     prompts = _prompts(config, tokenizer)
-    with process_group(config) as comm:
+    with process_group(config, watch=False) as comm:
         megatron = config.policy.megatron_cfg
         actor = build.build_actor(
             config, model_dir, comm, optimizer=megatron.optimizer, scheduler=megatron.scheduler, total_updates=1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import nemo_run as run
 
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.launch_command import MEETING_POINT, PASS_ON_SIGNALS, SlurmJob
+from exgrpo_megatron.launch_command import MEETING_POINT, PASS_ON_SIGNALS, SlurmJob, check_values
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,13 @@ def slurm_executor(
         env_vars: for the processes.
 
     Raises:
-        ConfigError: no account.
+        ConfigError: no account, or a text that would not reach Slurm as it is: NeMo-Run quotes none.
     """
+    check_values(job)
+    for option, text in (("--container-image", container_image or ""), ("--job-dir", remote.job_dir if remote else "")):
+        _check_word(option, text)
+    for mount in container_mounts:
+        _check_word("--container-mount", mount, of="A-Za-z0-9_./:@#+=%-")  # a comma begins another
     if job.account is None:
         raise ConfigError("--account: NeMo-Run's Slurm executor needs one")
     return run.SlurmExecutor(
@@ -67,17 +74,35 @@ def slurm_executor(
         setup_lines=_SETUP,
         packager=run.Packager(),
         tunnel=_tunnel(remote),
-        env_vars=dict(env_vars or {}),
+        env_vars=_quoted(env_vars or {}),
         retries=0,
         poll_estimated_start_time=False,
     )
 
 
+def _check_word(option: str, text: str, of: str = "A-Za-z0-9_./:@#+=%,-") -> None:
+    """Raise ConfigError for what a shell would split, expand, or run."""
+    if not re.fullmatch(f"[{of}]*", text):
+        raise ConfigError(
+            f"{option} {text!r}: NeMo-Run writes it into the batch file without quotes, so only ASCII letters, digits "
+            f"and {' '.join(of.removeprefix('A-Za-z0-9'))} can be in it; give the place another name, by a link for "
+            "example"
+        )
+
+
+def _quoted(env_vars: Mapping[str, str]) -> dict[str, str]:
+    """For NeMo-Run, which writes `export NAME=value` as it is."""
+    for name in env_vars:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"env_vars: {name!r} is no name of a variable")
+    return {name: shlex.quote(value) for name, value in env_vars.items()}
+
+
 def _tunnel(remote: Remote | None) -> run.LocalTunnel | run.SSHTunnel:
     if remote is None:
         return run.LocalTunnel(job_dir="")
-    user, separator, host = remote.login.partition("@")
-    if not separator or not user or not host:
+    user, _, host = remote.login.partition("@")
+    if not re.fullmatch(r"\w[\w.-]*@\w[\w.-]*", remote.login, re.ASCII):
         raise ConfigError(f"--ssh {remote.login!r}: write it as user@host")
     return run.SSHTunnel(host=host, user=user, job_dir=remote.job_dir)
 

@@ -77,10 +77,14 @@ def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> run.Partial:
     unknown = sorted(set(given) - {_TARGET, _PARTIAL, "config", "python", "folder"})
     if unknown:
         raise ConfigError(f"{path}: {', '.join(unknown)}: a task has config, python and folder")
-    raw = given_keys(_without_targets(given.get("config") or {}, f"{path}: config"), overrides)
-    return run.Partial(
-        train, config=_structured(raw), python=given.get("python") or "", folder=given.get("folder") or ""
-    )
+    config, texts = given.get("config") or {}, {name: given.get(name) or "" for name in ("python", "folder")}
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: config = {config!r}: must be a recipe's sections")
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{path}: {name} = {value!r}: must be a path")
+    raw = given_keys(_without_targets(config, f"{path}: config"), overrides)
+    return run.Partial(train, config=_structured(raw), **texts)
 
 
 def _structured(value: Any) -> Any:

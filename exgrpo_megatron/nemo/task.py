@@ -7,7 +7,7 @@ from typing import Any
 
 from exgrpo_megatron.config import ClusterConfig, Config
 from exgrpo_megatron.errors import ConfigError
-from exgrpo_megatron.launch_command import torchrun_options, training_python
+from exgrpo_megatron.launch_command import check_text, torchrun_options, training_python
 from exgrpo_megatron.recipe import dump_recipe, parse_recipe
 
 PLACEHOLDER = "/nemo_run"
@@ -58,12 +58,18 @@ def machine_script(
         ranks_exist: it is started once a rank, not once a machine.
         stoppable: it writes torchrun's process id into the file of its own name with `.pid` at its end, and does not
             start torchrun where there is one with `.pid.stop`.
+
+    Raises:
+        ConfigError: a path that cannot stand in a script.
     """
+    for name, value in (("--python", python), ("--folder", folder), ("logger.log_dir", config.logger.log_dir)):
+        check_text(name, value)
     options = _options(config.cluster, stop_before_s)
     runner = "" if ranks_exist else f"-m torch.distributed.run \\\n    {options} \\\n    "
     return _TEMPLATE.format(
         folder=f"cd {shlex.quote(folder)}\n" if folder else "",
         process_id=_STOPPABLE if stoppable else "",
+        log_dir=shlex.quote(config.logger.log_dir),
         recipe=dump_recipe(config),
         python=shlex.quote(python),
         runner=runner,
@@ -92,8 +98,12 @@ echo $$ >"$0.pid"
 
 _TEMPLATE = """\
 set -eu
-{folder}recipe="$(mktemp -d)/recipe.yaml"
-cat >"$recipe" <<'END_OF_RECIPE'
+{folder}log_dir={log_dir}
+mkdir -p -- "$log_dir"
+# Of this machine; each of its processes may write it, and the same.
+recipe="$log_dir/launched-$HOSTNAME.yaml"
+cat >"$recipe.$$" <<'END_OF_RECIPE'
 {recipe}END_OF_RECIPE
+mv -f -- "$recipe.$$" "$recipe"
 {process_id}exec {python} {runner}-m exgrpo_megatron train "$recipe"
 """

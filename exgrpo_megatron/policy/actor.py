@@ -167,7 +167,9 @@ class MegatronActor:
         weight; collective, so each must read to the end.
         """
         schedule.receive_weights(self._model)
-        yield from self._weights
+        for weight in self._weights:
+            self.comm.places.advance()
+            yield weight
 
     def weight_manifest(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight that `export_weights` gives; nothing is exchanged."""
@@ -176,7 +178,7 @@ class MegatronActor:
     def other_tensors(self, folder: Path) -> list[str]:
         """The tensors of a Hugging Face folder that are not the policy's, as far as this rank has them (its part of the
         layers and matrices); nothing is exchanged."""
-        return self._weights.other_tensors(folder)
+        return self._weights.other_tensors(folder, self.comm.places.advance)
 
     def save(self, folder: Path) -> None:
         """Write everything needed to resume into `folder`, which must be empty or absent; collective over all ranks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -109,15 +109,21 @@ def build_chunks(architecture: Architecture, policy: PolicyConfig) -> list[Respo
 
 @torch.no_grad()
 def tensors_other_than(
-    chunks: Sequence[ResponseModel], architecture: Architecture, reader: HFReader, dtype: torch.dtype | None
+    chunks: Sequence[ResponseModel],
+    architecture: Architecture,
+    reader: HFReader,
+    dtype: torch.dtype | None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """The folder's tensors that do not make the parameters of `chunks`, once both are converted to `dtype`.
+    """The folder's tensors that do not make the parameters of `chunks`, once both are converted to `dtype`;
+    `on_progress` is called a parameter.
 
     Found by the way a folder is loaded, which shares nothing with the way weights are exported.
     """
     tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     other: dict[str, None] = {}
     for name, parameter in chain.from_iterable(map(global_parameters, chunks)):
+        on_progress()
         names = hf_names(architecture, name)
         parts = [reader.get(part) for part in names]
         made, origin = (

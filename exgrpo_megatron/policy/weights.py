@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -41,10 +41,11 @@ class WeightExport:
         self._device = next(iter(self._own.values())).device
         self._plan = self._whole_model()
 
-    def other_tensors(self, folder: Path) -> list[str]:
-        """The tensors of a Hugging Face folder that do not make this rank's parameters; nothing is exchanged."""
+    def other_tensors(self, folder: Path, on_progress: Callable[[], None]) -> list[str]:
+        """The tensors of a Hugging Face folder that do not make this rank's parameters; nothing is exchanged.
+        `on_progress` is called a parameter."""
         with HFReader(folder) as reader:
-            return tensors_other_than(self._models, self._architecture, reader, None)
+            return tensors_other_than(self._models, self._architecture, reader, None, on_progress)
 
     def manifest(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight that iterating yields, in that order; nothing is exchanged."""

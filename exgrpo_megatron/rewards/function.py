@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -26,11 +26,16 @@ class FunctionVerifier:
     `error` with reward 0. Equal answers to one question are graded once, as long as `env.math.cache_size` remembers.
     """
 
-    def __init__(self, config: EnvConfig) -> None:
+    def __init__(self, config: EnvConfig, on_progress: Callable[[], None] = lambda: None) -> None:
+        """`on_progress` is called for every answer that a worker graded."""
         assert config.reward_function is not None
         self._threshold, self._cache_size = config.correct_above, config.math.cache_size
         self._pool = WorkerPool(
-            config.math.num_workers, config.math.timeout_s, _program(config.reward_function), _memory_bytes(config)
+            config.math.num_workers,
+            config.math.timeout_s,
+            _program(config.reward_function),
+            _memory_bytes(config),
+            on_progress,
         )
         self._cache: OrderedDict[bytes, float] = OrderedDict()
         self._lock = Lock()

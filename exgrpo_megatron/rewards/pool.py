@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,9 +66,15 @@ class WorkerPool:
     """`num_workers` worker processes, started at once and replaced when they die. Not for two threads at a time."""
 
     def __init__(
-        self, num_workers: int, timeout_s: float, program: WorkerProgram = MATH_VERIFY, memory_bytes: int | None = None
+        self,
+        num_workers: int,
+        timeout_s: float,
+        program: WorkerProgram = MATH_VERIFY,
+        memory_bytes: int | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._program, self._timeout_s = program, timeout_s
+        """`on_progress` is called for every answer that has its outcome."""
+        self._program, self._timeout_s, self._on_progress = program, timeout_s, on_progress
         self._command = program.command(timeout_s, memory_bytes or MEMORY_LIMIT_BYTES)
         self._told: set[str] = set()
         self._selector = selectors.DefaultSelector()
@@ -86,7 +92,7 @@ class WorkerPool:
         """
         if not self._workers:
             raise RuntimeError("the worker pool is closed")
-        batch = _Batch(requests)
+        batch = _Batch(requests, self._on_progress)
         try:
             while batch.num_open:
                 for worker in self._workers:
@@ -170,7 +176,8 @@ class WorkerPool:
 class _Batch:
     """The requests of one run: which are waiting, and what came out."""
 
-    def __init__(self, requests: Sequence[tuple[str, ...]]) -> None:
+    def __init__(self, requests: Sequence[tuple[str, ...]], on_progress: Callable[[], None]) -> None:
+        self._on_progress = on_progress
         self.lines = [json.dumps(request).encode() + b"\n" for request in requests]
         self.outcomes: list[Outcome | None] = [None] * len(requests)
         self.waiting = deque(range(len(requests)))
@@ -189,6 +196,7 @@ class _Batch:
     def settle(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
         self.num_open -= 1
+        self._on_progress()
 
     def put_back(self, indices: deque[int]) -> None:
         """Back to the head of the line, those that are settled left out."""

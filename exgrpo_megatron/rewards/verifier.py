@@ -3,7 +3,7 @@ r"""Rewards of mathematical answers: rules on the text first, then Math-Verify u
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
@@ -42,9 +42,10 @@ class MathVerifier:
     threads are served one after the other.
     """
 
-    def __init__(self, config: MathEnvConfig) -> None:
+    def __init__(self, config: MathEnvConfig, on_progress: Callable[[], None] = lambda: None) -> None:
+        """`on_progress` is called for every answer that a worker graded."""
         self._config = config
-        self._pool = WorkerPool(config.num_workers, config.timeout_s)
+        self._pool = WorkerPool(config.num_workers, config.timeout_s, on_progress=on_progress)
         self._cache: OrderedDict[tuple[str, str], Outcome] = OrderedDict()
         self._lock = Lock()
 

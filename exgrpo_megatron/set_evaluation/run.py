@@ -20,6 +20,7 @@ from exgrpo_megatron.errors import ConfigError
 from exgrpo_megatron.evaluation_request import EvalRequest
 from exgrpo_megatron.files import replace_text, writable_folder
 from exgrpo_megatron.parts import Verifier
+from exgrpo_megatron.places import READING, STARTING
 from exgrpo_megatron.rewards.choice import ChoiceVerifier
 from exgrpo_megatron.rollout.protocol import RolloutEngine
 from exgrpo_megatron.run_folder import locked
@@ -51,12 +52,13 @@ def evaluate_sets(config: Config, request: EvalRequest, comm: Communicator, note
     Raises:
         CheckpointError: the answers that are there are of another checkpoint, setting or version, or damaged.
     """
-    inputs = run_inputs.load_inputs(config, comm, with_questions=False)
-    with together(comm):
-        tasks = [
-            SetTask(name, chosen, load_eval_set(name, chosen, config.data, inputs.tokenizer, config.eval.seed))
-            for name, chosen in config.eval.sets.items()
-        ]
+    with comm.places.inside(READING):
+        inputs = run_inputs.load_inputs(config, comm, with_questions=False)
+        with together(comm):
+            tasks = [
+                SetTask(name, chosen, _questions(name, config, inputs, comm))
+                for name, chosen in config.eval.sets.items()
+            ]
     folder = Path(config.logger.log_dir) / "eval" / f"{evaluation_name(config, request.checkpoint)}-sets"
     with _own_folder(folder, comm):
         return _SetRun(config, inputs, request, comm, note, folder).run(tasks)
@@ -103,13 +105,14 @@ class _SetRun:
             return written
         weights, _ = checkpoint_weights(self.config, self.inputs, self.request, self.comm)
         with ExitStack() as stack:
-            engine = build.build_engine(self.config, self.inputs, self.comm, weights)
-            stack.callback(engine.close)
-            engine.load_weights(weights(), version=0)
+            with self.comm.places.inside(STARTING):
+                engine = build.build_engine(self.config, self.inputs, self.comm, weights)
+                stack.callback(engine.close)
+                engine.load_weights(weights(), version=0)
             free = None
             for task in missing:
                 if task.config.choices_key is None and free is None:
-                    free = stack.enter_context(closing(build.build_verifier(self.config)))
+                    free = stack.enter_context(closing(build.build_verifier(self.config, self.comm)))
                 verifier = ChoiceVerifier() if task.config.choices_key else free
                 assert verifier is not None
                 self._sample(task, progress[task.name], engine, verifier)
@@ -207,6 +210,11 @@ class _SetRun:
         replace_text(self.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         replace_text(self.folder / "results.md", table)
         return table
+
+
+def _questions(name: str, config: Config, inputs: Inputs, comm: Communicator) -> QuestionSet:
+    chosen, seed = config.eval.sets[name], config.eval.seed
+    return load_eval_set(name, chosen, config.data, inputs.tokenizer, seed, comm.places.advance)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def main() -> None:
     own.mkdir(exist_ok=True)
     record = {}
     with MathVerifier(MathEnvConfig(num_workers=1)) as verifier:
-        build.build_verifier = lambda config: verifier
+        build.build_verifier = lambda *_: verifier
         for name in NORMALIZERS:
             loss = {"normalizer": name, "entropy_coeff": 0.0}
             trainer = build_trainer(own, half_right, comm=comm, loss_fn=loss, policy={"model_name": model})

@@ -13,6 +13,7 @@ from other_tools import ROOT
 
 from exgrpo_megatron.launch_command import MEETING_POINT, PASS_ON_SIGNALS
 from exgrpo_megatron.metric_sinks import read_metrics
+from exgrpo_megatron.recipe import load_recipe
 
 LAUNCHER = ROOT / ".venv-launcher" / "bin" / "python"
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
@@ -140,8 +141,41 @@ def test_a_path_that_nemo_run_would_change_is_refused(environment):
     asked = ["logger.log_dir=/shared/nemo_run/1", "--executor", "local", "--dry-run", "--python", "/p"]
     result = launch(environment, RECIPE, *asked)
     assert result.returncode == 2
-    assert "log_dir: /shared/nemo_run/1" in result.stderr
+    assert "log_dir=/shared/nemo_run/1" in result.stderr
     assert "puts the job's folder in place of '/nemo_run'" in result.stderr
+
+
+def test_a_text_that_nemo_run_would_not_quote_and_a_task_that_is_none_are_refused(tmp_path, environment):
+    asked = ["--executor", "slurm", "--account", "team", "--dry-run", "--python", "/p", "--folder", "/shared"]
+    for option, value in (("--container-image", "a b; rm"), ("--container-mount", "/a:/a,$HOME:/b")):
+        image = [] if option == "--container-image" else ["--container-image", "nvcr.io#nvidia/nemo:25.09"]
+        result = launch(environment, RECIPE, *asked, *image, option, value)
+        assert result.returncode == 2
+        assert f"{option} {value!r}: NeMo-Run writes it into the batch file without quotes" in result.stderr
+    (tmp_path / "task.yaml").write_text("_target_: exgrpo_megatron.nemo.task.train\nconfig: [1]\n")
+    result = launch(environment, tmp_path / "task.yaml", *asked)
+    assert result.returncode == 2
+    assert "task.yaml: config = [1]: must be a recipe's sections" in result.stderr
+
+
+def test_what_a_machine_runs_leaves_one_recipe_in_the_runs_folder_however_often_it_is_launched(tmp_path, environment):
+    for name in ("shared", "tmp"):
+        (tmp_path / name).mkdir()
+    task = (
+        "import sys; from exgrpo_megatron import nemo; "
+        "task = nemo.recipe(sys.argv[1], ['logger.log_dir=runs/a run'], sys.argv[2]); "
+        "task.folder = sys.argv[3]; print(nemo.script(task).inline)"
+    )
+    command = [LAUNCHER, "-c", task, RECIPE, "/bin/echo", tmp_path / "shared"]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    own = environment | {"TMPDIR": str(tmp_path / "tmp")}
+    for _ in range(2):
+        ended = subprocess.run(["bash", "-c", script], env=own, capture_output=True, text=True, check=True)
+    (kept,) = (path for path in (tmp_path / "shared").rglob("*") if path.is_file())
+    assert kept.parent == tmp_path / "shared" / "runs" / "a run"
+    assert ended.stdout.endswith(f" -m exgrpo_megatron train runs/a run/{kept.name}\n")
+    assert load_recipe(kept) == load_recipe(RECIPE, ["logger.log_dir=runs/a run"])
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_job_of_nemo_run_stops_before_the_time_limit_queues_itself_again_and_goes_on(tmp_path, environment):

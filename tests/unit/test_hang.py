@@ -103,6 +103,34 @@ def test_a_rank_that_has_been_stopped_is_told_from_one_that_works(enter):
     assert verdict.text.endswith("; waiting for it: rank 0 in step 2: update, rank 2 in step 2: update, gathering")
 
 
+def test_a_rank_without_a_note_is_waited_for_as_long_as_one_that_does_not_move(enter):
+    ranks = Ranks(2)
+    enter(ranks.places[0], "step 1: rollout", "gathering")
+    enter(ranks.places[1], "step 1: rollout")
+    assert ranks.pass_time(3 * LIMIT_S, each=ranks.places[1].advance) is None
+    for _ in range(3):  # suspended, or its machine too busy for a note, and then it gets on
+        assert ranks.pass_time(0.9 * LIMIT_S, stopped=(1,)) is None
+        assert ranks.pass_time(5.0, each=ranks.places[1].advance) is None
+    # Found at a reading, of which there is one in a tenth of the limit, and again at the next.
+    assert ranks.pass_time(0.95 * LIMIT_S, stopped=(1,)) is None
+    _, verdict = ranks.pass_time(0.3 * LIMIT_S, stopped=(1,))
+    assert "rank 1 (" in verdict.text
+    assert ") does not answer any more; it was last seen in step 1: rollout" in verdict.text
+
+
+def test_while_the_rank_furthest_behind_moves_a_silent_one_is_not_yet_missed(enter):
+    ranks = Ranks(3)
+    enter(ranks.places[0], "step 1: rollout", "gathering")
+    enter(ranks.places[1], "step 1: rollout")
+    enter(ranks.places[2], "step 1: rollout", "gathering")
+    ranks.pass_time(10.0)
+    assert ranks.pass_time(5 * LIMIT_S, stopped=(2,), each=ranks.places[1].advance) is None
+    enter(ranks.places[1], "gathering")
+    _, verdict = ranks.pass_time(2 * LIMIT_S, stopped=(2,))
+    assert "rank 2 (" in verdict.text.split(") does not answer any more; it was last seen in ")[0]
+    assert verdict.text.endswith("; waiting for it: ranks 0-1 in step 1: rollout, gathering")
+
+
 def test_a_rank_that_never_came_is_named(enter):
     ranks = Ranks(2)
     enter(ranks.places[0], "joining the process group")
@@ -140,6 +168,32 @@ def test_without_the_store_a_process_says_what_it_knows(enter):
     assert verdicts[-1].text.endswith("where the others are is not known (Connection reset by peer)")
 
 
+def test_a_store_that_once_does_not_answer_is_asked_again_on_another_connection(enter):
+    store, places, connections = HashStore(), Places(), []
+
+    class Connection:
+        def __init__(self):
+            connections.append(self)
+            self.broken = False
+
+        def __getattr__(self, name):
+            if self.broken:
+                raise RuntimeError("Broken pipe")
+            return getattr(store, name)
+
+    waits = Lookout(places, Connection, 0, 2, LIMIT_S)
+    works = Lookout(moving := Places(), lambda: store, 1, 2, LIMIT_S)
+    enter(places, "step 1: rollout", "gathering")
+    enter(moving, "step 1: rollout")
+    for beat in range(200):  # five times the limit
+        moving.advance()
+        if beat == 150:
+            connections[-1].broken = True
+        assert works.look(works.beat_s) is None
+        assert waits.look(waits.beat_s) is None
+    assert len(connections) == 2
+
+
 def test_the_watch_leaves_the_stacks_of_all_threads_and_the_places_and_ends_the_process(tmp_path):
     left, places, store = threading.Event(), Places(), HashStore()
     messages = []
@@ -148,6 +202,9 @@ def test_the_watch_leaves_the_stacks_of_all_threads_and_the_places_and_ends_the_
         messages.append((message, speaks))
         left.set()
 
+    (tmp_path / "hang").mkdir()
+    for name in ("rank_00000.txt", "rank_00003.txt"):
+        (tmp_path / "hang" / name).write_text("of an earlier run")
     lookout = Lookout(places, lambda: store, 0, 1, 1.0)
 
     def stuck_here():
@@ -160,6 +217,11 @@ def test_the_watch_leaves_the_stacks_of_all_threads_and_the_places_and_ends_the_
     assert f"{tmp_path / 'hang'} has the stacks of every process that answered" in message
     assert "in stuck_here" in (tmp_path / "hang" / "rank_00000.txt").read_text()
     assert "step 1: reward" in (tmp_path / "hang" / "places.txt").read_text()
+    assert sorted(path.name for path in (tmp_path / "hang").glob("*.txt")) == ["places.txt", "rank_00000.txt"]
+    before = (tmp_path / "hang" / "before").iterdir()
+    assert {path.name: path.read_text() for path in before} == dict.fromkeys(
+        ("rank_00000.txt", "rank_00003.txt"), "of an earlier run"
+    )
 
 
 def test_a_run_that_moves_is_left_alone(tmp_path):

@@ -124,6 +124,7 @@ def test_launch_takes_machines_from_the_recipe_and_without_a_limit_asks_for_no_s
         ("1-12:30", 36 * 3600 + 30 * 60),
         ("1-12:30:15", 36 * 3600 + 30 * 60 + 15),
         ("soon", None),
+        ("٩٠", None),
         ("1-", None),
     ],
 )
@@ -147,6 +148,10 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds):
         (["--partition", "gpu; rm"], "--partition 'gpu; rm'"),
         (["--time", "soon"], "--time 'soon'"),
         (["--stop-before-s", 30], "--stop-before-s 30"),
+        (["--stop-before-s", 65_536], "--stop-before-s 65536: must be more than 60"),
+        (["--folder", "/a\n#SBATCH --exclusive"], "--folder '/a\\n#SBATCH --exclusive': has '\\n'"),
+        (["--folder", "/it's"], '--folder "/it\'s": has "\'"'),
+        (["--python", "/a\tb"], "--python '/a\\tb': has '\\t'"),
         (["--time", "11"], "--time 11 is 660 s, not more than --stop-before-s 600 and the 60 s"),
         (["--time", "1:00:00", "--stop-before-s", 7200], "--time 1:00:00 is 3600 s"),
     ],

@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 from exgrpo_megatron import process
+from exgrpo_megatron.comm import SingleProcess
 from exgrpo_megatron.errors import ConfigError, LostRankError
+from exgrpo_megatron.recipe import parse_recipe
 from exgrpo_megatron.stop import StopSignal
 
 
@@ -65,6 +68,50 @@ def test_a_signal_of_the_launcher_does_not_cut_the_message_off():
         raise LostRankError("lost")
     try:
         os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class WaitsWhileTold(SingleProcess):
+    """Is told to end whenever it waits for others."""
+
+    def barrier(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_over_is_not_ended_by_a_signal_while_it_waits_for_the_others(tmp_path, monkeypatch):
+    told = []
+
+    @contextmanager
+    def group(config, *, advice):
+        told.append(advice)
+        yield (comm := WaitsWhileTold())
+        comm.barrier()  # as `process_group` does
+
+    monkeypatch.setattr(process, "process_group", group)
+    before = signal.getsignal(signal.SIGTERM)
+    with process.reported_errors():
+        for enabled in (True, False):
+            recipe = {
+                "data": {"train": {"generator": "chain_arithmetic"}},
+                "policy": {"model_name": "embedded:chain-qwen2"},
+                "checkpointing": {"enabled": enabled},
+                "logger": {"log_dir": str(tmp_path / "run")},
+            }
+            with process.whole_run(parse_recipe(recipe)) as (_, stop):
+                assert not stop.requested
+            assert stop.requested
+            os.kill(os.getpid(), signal.SIGTERM)  # as it may come while Python ends
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert told == ["the same command goes on from the newest checkpoint", "the same command begins again"]
+
+
+def test_what_sigterm_does_stays_where_nothing_comes_after():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with process.reported_errors(last=True), StopSignal().installed(to_the_end=True):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -14,7 +14,7 @@ from troubles import Place, error_of, trouble, trouble_of_a_run
 from exgrpo_megatron.errors import LostRankError
 from exgrpo_megatron.hang import Lookout
 from exgrpo_megatron.places import Places
-from exgrpo_megatron.process import _lost_rank
+from exgrpo_megatron.process import GOES_ON, _lost_rank
 
 TO_STEP_3 = ("train", "recipe.yaml", "grpo.max_num_steps=3")
 
@@ -88,7 +88,7 @@ class Lost:
 
 def lost(*killed: int) -> str:
     def raises() -> None:
-        raise _lost_rank(Lost(*killed))  # type: ignore[arg-type]
+        raise _lost_rank(Lost(*killed), GOES_ON)  # type: ignore[arg-type]
 
     return error_of(LostRankError, raises)
 

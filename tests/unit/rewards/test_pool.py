@@ -39,7 +39,8 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 60) -> None:
 
 
 def test_a_worker_killed_in_the_middle_of_a_batch_costs_nothing(new_children: Children) -> None:
-    pool = WorkerPool(num_workers=2, timeout_s=10)
+    settled: list[int] = []
+    pool = WorkerPool(num_workers=2, timeout_s=10, on_progress=lambda: settled.append(1))
     requests, expected = right_and_wrong(600)
     pool.run(requests[:8])
     outcomes: list[str] = []
@@ -52,6 +53,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch_costs_nothing(new_children: Ch
     grading.join(60)
     assert len(victims) == 2
     assert outcomes == expected
+    assert len(settled) == 8 + 600  # once an answer, however often it was tried
     assert pool.run(requests[:50]) == expected[:50]
     assert not {victim.pid for victim in victims} & {child.pid for child in new_children()}
     pool.close()

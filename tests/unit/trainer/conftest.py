@@ -47,7 +47,7 @@ def made_once(monkeypatch, shared_verifier, shared_model):
     def copied(name, folder, seed):
         shutil.copytree(shared_model(name, seed), folder, dirs_exist_ok=True)
 
-    monkeypatch.setattr(build, "build_verifier", lambda config: shared_verifier)
+    monkeypatch.setattr(build, "build_verifier", lambda *_: shared_verifier)
     monkeypatch.setattr(run_inputs, "materialize", copied)
 
 
