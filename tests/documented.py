@@ -126,6 +126,8 @@ def filled_in(text: str, placeholders: dict[str, str]) -> list[str]:
 
 def placeholder(word: str, placeholders: dict[str, str]) -> str:
     """A word of a command with what stands for the placeholders in it."""
+    if word in placeholders:
+        return placeholders[word]
     return re.sub(r"\b[A-Z][A-Z0-9_]*\b", lambda name: placeholders.get(name[0], name[0]), word)
 
 
