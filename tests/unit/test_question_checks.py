@@ -56,7 +56,7 @@ def test_checkpoints_that_cannot_be_the_best_are_told(lines):
 
 
 def test_the_same_is_told_of_sets_in_training(lines, tmp_path):
-    sets = {"sums": {"path": str(tmp_path / "held_out.jsonl"), "in_training": True}}
+    sets = {"sums": {"path": str(tmp_path / "held_out.jsonl"), "in_training": True, "group": "ID"}}
     told = {"grpo": {"val_period": 10}, "eval": {"sets": sets}}
     (line,) = lines(
         validation=False, checkpointing={"save_period": 15, "metric_name": "validation/macro_avg/ID"}, **told
