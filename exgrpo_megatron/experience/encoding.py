@@ -106,12 +106,6 @@ def decode(record: bytes) -> Record:
     return Record(record[HEADER_BYTES:name_end].decode(), serial, answer)
 
 
-def question_of(record: bytes) -> str:
-    """The question's id, without decoding the rest."""
-    name_length = _HEADER.unpack_from(record)[6]
-    return record[HEADER_BYTES : HEADER_BYTES + name_length].decode()
-
-
 def serial_of(record: bytes) -> int:
     return int.from_bytes(record[8:12], "little")
 
